@@ -1,0 +1,35 @@
+# Everything runs in .venv, from exact pins; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: help install lint test example bench clean
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 \t/' | expand -t 20
+
+install: $(INSTALLED) ## .venv with the package, editable, and the tools for working on it
+
+# torch first and by its exact version: a looser request may pull gigabytes of CUDA packages
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+lint: $(INSTALLED) ## ruff, mypy, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint ## lint and all tests
+	$(BIN)/pytest
+
+example: $(INSTALLED) ## six objectives on a toy whose accepted lengths are known exactly
+	$(BIN)/python examples/toy.py
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

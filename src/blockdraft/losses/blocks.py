@@ -1,0 +1,186 @@
+"""The quantities of the paper along N target-generated blocks, each computed at most once.
+
+Notation: p is the target, q the drafter, y a block of B tokens sampled from the
+target, all conditionals evaluated on y's own prefixes. Everything is ``[N, B]``
+and lives in log space, in float32 (float64 for float64 logits).
+"""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from blockdraft.losses.rows import Rows
+
+
+class Blocks:
+    """N blocks of B positions, seen by an objective.
+
+    Args:
+        draft_logits, target_logits: ``[N, B, V]``; the target's may be None for CE.
+        labels: ``[N, B]`` the stored target-generated tokens y.
+        valid: ``[N, B]`` bool, a contiguous prefix of every block, or None for all.
+            Labels and logits outside it may hold anything.
+        temperature: of p and q alike.
+        overwrite: reuse the storage of the logits; for callers that own them.
+    """
+
+    def __init__(
+        self,
+        draft_logits: Tensor,
+        target_logits: Tensor | None,
+        labels: Tensor,
+        valid: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        overwrite: bool = False,
+    ) -> None:
+        check_logits(draft_logits, target_logits, labels)
+        self.num_blocks, self.block_size, vocab_size = draft_logits.shape
+        self.valid, labels = check_labels(labels, valid, vocab_size)
+        self._flat_labels = labels.reshape(-1)
+        self.labels = labels
+        self.rows = Rows(
+            draft_logits.reshape(-1, vocab_size),
+            None if target_logits is None else target_logits.reshape(-1, vocab_size),
+            temperature=temperature,
+            valid=None if valid is None else self.valid.reshape(-1),
+            overwrite=overwrite,
+        )
+
+    @cached_property
+    def num_valid(self) -> Tensor:
+        """``[N]`` valid positions of each block, in the computing dtype."""
+        return self.valid.sum(-1).to(self.rows.draft_log_probs.dtype)
+
+    # Single positions
+
+    @cached_property
+    def log_q(self) -> Tensor:
+        """log q_i(y_i)."""
+        return self._per_block(self.rows.draft_label(self._flat_labels))
+
+    @cached_property
+    def log_p(self) -> Tensor:
+        """log p_i(y_i)."""
+        return self._per_block(self.rows.target_label(self._flat_labels))
+
+    @cached_property
+    def kl(self) -> Tensor:
+        """KL(p_i || q_i)."""
+        return self._per_block(self.rows.kl())
+
+    @cached_property
+    def reverse_kl(self) -> Tensor:
+        """KL(q_i || p_i)."""
+        return self._per_block(self.rows.reverse_kl())
+
+    @cached_property
+    def overlap(self) -> Tensor:
+        """S(1; p_i, q_i) = sum_v min(p_i, q_i), the chance that token verification keeps position i."""
+        return self._overlaps[0]
+
+    # Prefixes
+
+    @cached_property
+    def log_r(self) -> Tensor:
+        """log r_i = sum_{j<=i} log q_j(y_j) - log p_j(y_j)   (eq. prefix_states)."""
+        return (self.log_q - self.log_p).cumsum(-1)
+
+    @cached_property
+    def active_prefix(self) -> Tensor:
+        """n_i, the earliest position attaining min(1, r_1, .., r_i), zero included."""
+        log_r = _after_start(self.log_r.detach())
+        is_new_minimum = log_r[:, 1:] < log_r.cummin(-1).values[:, :-1]
+        positions = torch.arange(1, self.block_size + 1, device=log_r.device)
+        return (positions * is_new_minimum).cummax(-1).values
+
+    @cached_property
+    def log_sampled(self) -> Tensor:
+        """log a~_i, with a~_i = min(1, r_1, .., r_i)   (eq. acceptance_score)."""
+        return _after_start(self.log_r).gather(-1, self.active_prefix)
+
+    @cached_property
+    def log_state(self) -> Tensor:
+        """log a_{i-1}, with a_i = min(1, a_{i-1} p_i/q_i) = a~_i / r_i   (eq. block_acceptance).
+
+        Bounded below at -80 (-600 in float64): S(a; p, q)/a has reached its limit there.
+        """
+        lowest = -600.0 if self.log_r.dtype == torch.float64 else -80.0
+        return _before(self.log_sampled - self.log_r).clamp(min=lowest)
+
+    @cached_property
+    def log_integrated(self) -> Tensor:
+        """log abar_i, with abar_i = sum_v min(a~_{i-1} p_i(v), r_{i-1} q_i(v))   (eq. integrated_score).
+
+        Computed as a~_{i-1} S(a_{i-1}; p_i, q_i) / a_{i-1}, which never exceeds one
+        however large r_{i-1} is.
+        """
+        return _before(self.log_sampled) + finite_log(self._overlaps[1]) - self.log_state
+
+    @cached_property
+    def log_token(self) -> Tensor:
+        """log of prod_{j<i} min(1, q_j(y_j)/p_j(y_j)) S(1; p_i, q_i).
+
+        The unbiased counterpart of abar_i for token verification.
+        """
+        kept = (self.log_q - self.log_p).clamp(max=0).cumsum(-1)
+        return _before(kept) + finite_log(self.overlap)
+
+    def mean_over_valid(self, values: Tensor) -> Tensor:
+        """``[N]`` mean of ``values`` over each block's valid positions, 0 for an empty block."""
+        return self.sum_over_valid(values) / self.num_valid.clamp(min=1)
+
+    def sum_over_valid(self, values: Tensor) -> Tensor:
+        """``[N]`` sum of ``values`` over each block's valid positions."""
+        return torch.where(self.valid, values, 0).sum(-1)
+
+    @cached_property
+    def _overlaps(self) -> list[Tensor]:
+        """S(1; p_i, q_i) and S(a_{i-1}; p_i, q_i), in one sweep over the vocabulary."""
+        state = self.log_state.exp().reshape(-1)
+        return [self._per_block(s) for s in self.rows.overlaps(torch.ones_like(state), state)]
+
+    def _per_block(self, values: Tensor) -> Tensor:
+        return values.view(self.num_blocks, self.block_size)
+
+
+def finite_log(x: Tensor) -> Tensor:
+    """log x, with zero standing at the smallest normal number; no gradient there."""
+    return x.clamp(min=torch.finfo(x.dtype).tiny).log()
+
+
+def check_logits(draft_logits: Tensor, target_logits: Tensor | None, labels: Tensor) -> None:
+    """Refuse shapes that do not belong together."""
+    if draft_logits.dim() != 3:
+        raise ValueError(f"draft_logits must be [N, B, V], got shape {list(draft_logits.shape)}")
+    if target_logits is not None and target_logits.shape != draft_logits.shape:
+        raise ValueError(
+            f"target_logits {list(target_logits.shape)} and draft_logits {list(draft_logits.shape)} differ in shape"
+        )
+    if labels.shape != draft_logits.shape[:2]:
+        raise ValueError(f"labels must be [N, B] = {list(draft_logits.shape[:2])}, got {list(labels.shape)}")
+
+
+def check_labels(labels: Tensor, valid: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The mask, all true if None, and the labels with zeros outside it; refuses holes and foreign labels."""
+    if valid is None:
+        valid = torch.ones_like(labels, dtype=torch.bool)
+    elif valid.shape != labels.shape or valid.dtype != torch.bool:
+        raise ValueError(f"valid must be bool {list(labels.shape)}, got {valid.dtype} {list(valid.shape)}")
+    elif bool((valid[:, 1:] & ~valid[:, :-1]).any()):
+        raise ValueError("valid must be a contiguous prefix of every block: a position follows an invalid one")
+    labels = torch.where(valid, labels, 0)
+    if bool(((labels < 0) | (labels >= vocab_size)).any()):
+        raise ValueError(f"a label at a valid position lies outside the vocabulary of {vocab_size}")
+    return valid, labels
+
+
+def _before(values: Tensor) -> Tensor:
+    """The value one position earlier, in log space: a block starts from log 1 = 0."""
+    return _after_start(values)[:, :-1]
+
+
+def _after_start(values: Tensor) -> Tensor:
+    """The values of positions 0 (log 1 = 0), 1, .., B."""
+    return torch.nn.functional.pad(values, (1, 0))

@@ -1,0 +1,222 @@
+"""Head product and objective together: no ``[N*B, V]`` tensor, gradients ready after the forward pass.
+
+Logits are made for a few whole blocks at a time, in two buffers that every
+chunk reuses. The gradient of a chunk's logits takes the place of its draft
+log-probabilities and is at once multiplied back onto the hidden states and,
+where they train, the head and the Markov factors.
+"""
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdraft.losses.blocks import Blocks
+from blockdraft.losses.objective import Objective, Value
+from blockdraft.losses.rows import computing_dtype
+from blockdraft.losses.statistics import BlockStatistics, measure
+
+CHUNK_BYTES = 2**27
+"""Size that one buffer of logits is kept below, unless a single block is larger."""
+
+
+def fused_linear_objective(
+    objective: Objective,
+    draft_hidden: Tensor,
+    target_hidden: Tensor | None,
+    draft_head: Tensor,
+    target_head: Tensor | None,
+    labels: Tensor,
+    valid: Tensor | None = None,
+    markov: tuple[Tensor, Tensor] | None = None,
+    chunk_blocks: int | None = None,
+    *,
+    stats: bool = True,
+) -> Value:
+    """``objective`` on the logits ``draft_hidden @ draft_head.T`` and ``target_hidden @ target_head.T``.
+
+    Args:
+        objective: any objective of this package.
+        draft_hidden, target_hidden: ``[N, B, H]`` (each with the width of its own head).
+        draft_head, target_head: ``[V, H]``. The products run in the head's dtype, all
+            else in float32 (float64 for float64 heads). Only ``draft_hidden``, ``draft_head``
+            and ``markov`` receive gradients, each only if it requires them.
+        labels, valid: as for the objective.
+        markov: ``(prev_embedding [N, B, r], w2 [V, r])``, DSpark's low-rank bias:
+            ``prev_embedding @ w2.T`` is added to the draft logits.
+        chunk_blocks: blocks per chunk; by default what keeps one buffer below `CHUNK_BYTES`.
+        stats: also return acceptance statistics from the same pass. Without them, an
+            objective that needs no target (CE) takes None for the target's two arguments.
+
+    Returns:
+        A `Value`; ``numerator`` and ``loss`` carry gradients, ``per_block`` does not.
+    """
+    _check(draft_hidden, draft_head, labels, "draft")
+    if objective.needs_target or stats:
+        if target_hidden is None or target_head is None:
+            raise ValueError(f"objective {objective.name!r} with stats={stats} needs target_hidden and target_head")
+        _check(target_hidden, target_head, labels, "target")
+        if target_head.shape[0] != draft_head.shape[0]:
+            raise ValueError(f"the heads differ in vocabulary: {draft_head.shape[0]} and {target_head.shape[0]}")
+    else:
+        target_hidden = target_head = None
+    prev, w2 = markov if markov is not None else (None, None)
+    if prev is not None and w2 is not None:
+        _check(prev, w2, labels, "markov")
+    if chunk_blocks is not None and chunk_blocks < 1:
+        raise ValueError(f"chunk_blocks must be at least 1, got {chunk_blocks}")
+    batch = _Batch(objective, target_hidden, target_head, labels, valid, chunk_blocks, stats)
+    total, numerator, denominator = _FusedLinear.apply(draft_hidden, draft_head, prev, w2, batch)
+    weight = denominator.sum()
+    per_block = objective.reduce(numerator, denominator)
+    return Value(objective.reduce(total, weight), total, weight, per_block, batch.statistics)
+
+
+@dataclass
+class _Batch:
+    """What the pass needs beside the tensors that train; it leaves its statistics here."""
+
+    objective: Objective
+    target_hidden: Tensor | None
+    target_head: Tensor | None
+    labels: Tensor
+    valid: Tensor | None
+    chunk_blocks: int | None
+    stats: bool
+    statistics: BlockStatistics | None = None
+
+    def chunks(self, vocab_size: int, itemsize: int) -> list[slice]:
+        """Slices of whole blocks, as equal as they can be."""
+        num_blocks, block_size = self.labels.shape
+        limit = self.chunk_blocks or max(1, CHUNK_BYTES // max(1, block_size * vocab_size * itemsize))
+        num_chunks = -(-num_blocks // limit)
+        step = -(-num_blocks // num_chunks) if num_chunks else 1
+        return [slice(start, min(start + step, num_blocks)) for start in range(0, num_blocks, step)]
+
+
+class _FusedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, prev: Tensor | None, w2: Tensor | None, batch: _Batch) -> Any:
+        draft = _Product(hidden, head, batch.valid, *ctx.needs_input_grad[0:2])
+        products = [draft]
+        if prev is not None and w2 is not None:
+            products.append(_Product(prev, w2, batch.valid, *ctx.needs_input_grad[2:4]))
+        target = None
+        if batch.target_hidden is not None and batch.target_head is not None:
+            target = _Product(batch.target_hidden, batch.target_head, batch.valid)
+        chunks = batch.chunks(head.shape[0], computing_dtype(head.dtype).itemsize)
+        largest = max((c.stop - c.start for c in chunks), default=0) * batch.labels.shape[1]
+        draft_buffer = head.new_empty(largest, head.shape[0])
+        target_buffer = None if target is None else target.head.new_empty(largest, head.shape[0])
+        sums, statistics = [], []
+        for chunk in chunks:
+            draft_logits = draft.logits(chunk, draft_buffer)
+            for bias in products[1:]:
+                draft_logits.addmm_(bias.rows(chunk).to(head.dtype), bias.head.to(head.dtype).t())
+            target_logits = None
+            if target is not None and target_buffer is not None:
+                target_logits = target.logits(chunk, target_buffer)
+            blocks = _blocks(draft_logits, target_logits, batch, chunk)
+            with torch.enable_grad():
+                numerator, denominator = batch.objective.sums(blocks)
+            sums.append(torch.stack([numerator.detach(), denominator.detach()]))
+            if batch.stats:
+                statistics.append(measure(blocks))
+            if any(ctx.needs_input_grad):
+                coefficients = blocks.rows.coefficients([numerator], [torch.ones_like(numerator)])
+                gradient = blocks.rows.draft_gradient(coefficients)
+                for product in products:
+                    product.accumulate(gradient, chunk)
+        batch.statistics = functools.reduce(operator.add, statistics) if statistics else _no_statistics(batch, head)
+        ctx.gradients = [g for product in products for g in product.gradients()]
+        empty = torch.zeros(2, 0, dtype=computing_dtype(head.dtype), device=head.device)
+        numerators, denominators = torch.cat([empty, *sums], 1)
+        ctx.mark_non_differentiable(numerators, denominators)
+        return numerators.sum(), numerators, denominators
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.gradients]
+        return (*scaled, *[None] * (5 - len(scaled)))
+
+
+class _Product:
+    """``logits = hidden @ head.T`` and the way back, a chunk of blocks at a time.
+
+    Hidden states at invalid positions are zeroed, so that nothing there reaches a head's gradient.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        valid: Tensor | None,
+        hidden_trains: bool = False,
+        head_trains: bool = False,
+    ) -> None:
+        self.hidden = hidden if valid is None else torch.where(valid.unsqueeze(-1), hidden, 0)
+        self.head = head
+        self.hidden_gradient = torch.empty_like(hidden) if hidden_trains else None
+        self.head_gradient = torch.zeros_like(head, dtype=computing_dtype(head.dtype)) if head_trains else None
+
+    def rows(self, chunk: slice) -> Tensor:
+        """``[n*B, H]`` in the head's dtype."""
+        hidden = self.hidden[chunk]
+        return hidden.reshape(-1, hidden.shape[-1]).to(self.head.dtype)
+
+    def logits(self, chunk: slice, buffer: Tensor) -> Tensor:
+        """``[n*B, V]``, written into the buffer."""
+        rows = self.rows(chunk)
+        return torch.mm(rows, self.head.t(), out=buffer[: rows.shape[0]])
+
+    def accumulate(self, gradient: Tensor, chunk: slice) -> None:
+        """Take in the gradient ``[n*B, V]`` of the chunk's logits."""
+        if self.hidden_gradient is None and self.head_gradient is None:
+            return
+        gradient = gradient.to(self.head.dtype)
+        if self.hidden_gradient is not None:
+            self.hidden_gradient[chunk] = (gradient @ self.head).view_as(self.hidden[chunk])
+        if self.head_gradient is not None:
+            if self.head_gradient.dtype == self.head.dtype:
+                self.head_gradient.addmm_(gradient.t(), self.rows(chunk))
+            else:
+                self.head_gradient.add_(gradient.t() @ self.rows(chunk))
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of the hidden states and of the head, in their own dtypes; None where they do not train."""
+        head_gradient = self.head_gradient
+        return self.hidden_gradient, None if head_gradient is None else head_gradient.to(self.head.dtype)
+
+
+def _blocks(draft_logits: Tensor, target_logits: Tensor | None, batch: _Batch, chunk: slice) -> Blocks:
+    labels = batch.labels[chunk]
+    shape = (*labels.shape, draft_logits.shape[-1])
+    return Blocks(
+        draft_logits.view(shape),
+        None if target_logits is None else target_logits.view(shape),
+        labels,
+        None if batch.valid is None else batch.valid[chunk],
+        temperature=batch.objective.temperature,
+        overwrite=True,
+    )
+
+
+def _no_statistics(batch: _Batch, head: Tensor) -> BlockStatistics | None:
+    """The statistics of an empty batch, or None where none were asked for."""
+    if not batch.stats:
+        return None
+    empty = head.new_zeros(0, batch.labels.shape[1], head.shape[0])
+    return measure(Blocks(empty, empty, batch.labels, batch.valid))
+
+
+def _check(hidden: Tensor, head: Tensor, labels: Tensor, which: str) -> None:
+    if hidden.dim() != 3 or hidden.shape[:2] != labels.shape:
+        raise ValueError(
+            f"{which} hidden states must be [N, B, H] with [N, B] = {list(labels.shape)}, got {list(hidden.shape)}"
+        )
+    if head.dim() != 2 or head.shape[1] != hidden.shape[2]:
+        raise ValueError(f"the {which} head must be [V, {hidden.shape[2]}], got {list(head.shape)}")

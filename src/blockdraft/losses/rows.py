@@ -1,0 +1,230 @@
+"""Sums over the vocabulary, and their gradients, with bounded temporaries.
+
+`Rows` holds the target and draft log-probabilities of R prediction positions.
+Each method below costs one sweep over ``[R, V]`` and returns a small ``[R]``
+tensor. A sweep visits a few rows at a time, so its temporaries stay in cache
+and no second vocabulary-sized tensor is made.
+
+Gradients are taken in two steps. The small tensors carry an ordinary autograd
+graph whose leaves are zeros added to each term; what autograd finds at a leaf
+is the coefficient of that term. `Rows.draft_gradient` then makes one sweep
+that turns all coefficients into the gradient of the draft logits.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockdraft.overlap import overlap_and_slope, overlap_logit_gradient
+
+LOG_ZERO = -1e4
+"""Stands for the logarithm of a zero probability: far below any real one, and safe to sum and multiply."""
+
+CPU_TILE = 2**19
+ACCELERATOR_TILE = 2**26
+
+
+@dataclass(frozen=True)
+class _Term:
+    """One differentiable sum: its leaf, and how its coefficient reaches the draft logits.
+
+    ``add_gradient(rows, q, coefficient, out)`` adds coefficient * d(term)/dz to
+    ``out`` ``[r, V]`` for a slice of rows with draft probabilities q ``[r, V]``
+    and coefficient ``[r, 1]``. It holds tensors, never the `Rows` that holds it: a
+    reference cycle would keep vocabulary-sized storage until the garbage collector runs.
+    """
+
+    leaf: Tensor
+    add_gradient: Callable[[slice, Tensor, Tensor, Tensor], None]
+
+
+class Rows:
+    """Target and draft conditionals at R positions, over a vocabulary of V.
+
+    Args:
+        draft_logits: ``[R, V]``.
+        target_logits: ``[R, V]``, or None for an objective that needs no target.
+        temperature: T of both distributions, p = softmax(target / T), q = softmax(draft / T).
+        valid: ``[R]`` bool; rows outside it are replaced by uniform distributions,
+            so that nothing in padding, NaN included, reaches a result.
+        overwrite: reuse the storage of the logits (they must be float32 or float64).
+    """
+
+    def __init__(
+        self,
+        draft_logits: Tensor,
+        target_logits: Tensor | None,
+        *,
+        temperature: float = 1.0,
+        valid: Tensor | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self.temperature = temperature
+        self.num_rows, self.vocab_size = draft_logits.shape
+        limit = CPU_TILE if draft_logits.device.type == "cpu" else ACCELERATOR_TILE
+        self._tile_rows = max(1, limit // max(1, self.vocab_size))
+        self._overwrite = overwrite
+        self._invalid = None if valid is None else (~valid).unsqueeze(-1)
+        self.draft_log_probs = self._log_softmax(draft_logits)
+        self._target_log_probs = None if target_logits is None else self._log_softmax(target_logits)
+        self._terms: list[_Term] = []
+        self._full_leaf: Tensor | None = None
+
+    @property
+    def target_log_probs(self) -> Tensor:
+        """``[R, V]`` log p."""
+        if self._target_log_probs is None:
+            raise ValueError("this objective needs target logits, and none were given")
+        return self._target_log_probs
+
+    @property
+    def differentiable_draft_log_probs(self) -> Tensor:
+        """``[R, V]`` log q as an autograd leaf, for objectives that no sum of this class expresses.
+
+        Costs vocabulary-sized temporaries; the named sums below do not.
+        """
+        if self._full_leaf is None:
+            self._full_leaf = self.draft_log_probs.detach().requires_grad_()
+        return self._full_leaf
+
+    def draft_label(self, labels: Tensor) -> Tensor:
+        """log q(y) for labels y ``[R]``; a zero probability counts as `LOG_ZERO`."""
+
+        def add_gradient(rows: slice, q: Tensor, coefficient: Tensor, out: Tensor) -> None:
+            out.sub_(q * coefficient)
+            out.scatter_add_(1, labels[rows, None], coefficient)
+
+        value = self.draft_log_probs.gather(1, labels[:, None]).squeeze(1)
+        return self._term(value, add_gradient).clamp(min=LOG_ZERO)
+
+    def target_label(self, labels: Tensor) -> Tensor:
+        """log p(y) for labels y ``[R]``; a zero probability counts as `LOG_ZERO`."""
+        return self.target_log_probs.gather(1, labels[:, None]).squeeze(1).clamp(min=LOG_ZERO)
+
+    def overlaps(self, *scales: Tensor) -> list[Tensor]:
+        """S(s; p, q) for each s ``[R]`` in one sweep, differentiable in s and in the draft logits."""
+        target_log_probs = self.target_log_probs
+        known = [scale.detach() for scale in scales]
+        values, slopes = [torch.empty_like(s) for s in known], [torch.empty_like(s) for s in known]
+        for rows in self._tiles():
+            p, q = target_log_probs[rows].exp(), self.draft_log_probs[rows].exp()
+            for scale, value, slope in zip(known, values, slopes, strict=True):
+                value[rows], slope[rows] = overlap_and_slope(scale[rows], p, q)
+
+        def gradient_at(scale: Tensor) -> Callable[[slice, Tensor, Tensor, Tensor], None]:
+            def add_gradient(rows: slice, q: Tensor, coefficient: Tensor, out: Tensor) -> None:
+                p = target_log_probs[rows].exp()
+                out.add_(overlap_logit_gradient(scale[rows], p, q).mul_(coefficient))
+
+            return add_gradient
+
+        return [
+            self._term(value + slope * (scale - at), gradient_at(at))
+            for scale, at, value, slope in zip(scales, known, values, slopes, strict=True)
+        ]
+
+    def kl(self) -> Tensor:
+        """KL(p || q) = sum_v p (log p - log q)."""
+        value = self._sweep(lambda log_p, log_q: log_p.exp().mul_(_difference(log_p, log_q)))
+        target_log_probs = self.target_log_probs
+
+        def add_gradient(rows: slice, q: Tensor, coefficient: Tensor, out: Tensor) -> None:
+            out.add_((q - target_log_probs[rows].exp()).mul_(coefficient))
+
+        return self._term(value, add_gradient)
+
+    def reverse_kl(self) -> Tensor:
+        """KL(q || p) = sum_v q (log q - log p)."""
+        value = self._sweep(lambda log_p, log_q: log_q.exp().mul_(_difference(log_q, log_p)))
+        draft_log_probs, target_log_probs = self.draft_log_probs, self.target_log_probs
+
+        def add_gradient(rows: slice, q: Tensor, coefficient: Tensor, out: Tensor) -> None:
+            surprise = _difference(draft_log_probs[rows], target_log_probs[rows])
+            out.add_(surprise.sub_(value[rows, None]).mul_(q).mul_(coefficient))
+
+        return self._term(value, add_gradient)
+
+    def argmax(self) -> tuple[Tensor, Tensor]:
+        """The draft's and the target's most probable tokens, ``[R]`` each."""
+        return _first_argmax(self.draft_log_probs), _first_argmax(self.target_log_probs)
+
+    def coefficients(self, outputs: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
+        """What each term's leaf receives when ``grads`` flow into the small tensors ``outputs``."""
+        leaves = [term.leaf for term in self._terms]
+        if self._full_leaf is not None:
+            leaves.append(self._full_leaf)
+        reachable = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+        if not leaves or not reachable:
+            return [None] * len(leaves)
+        outs, gs = zip(*reachable, strict=True)
+        return list(torch.autograd.grad(outs, leaves, gs, retain_graph=True, allow_unused=True))
+
+    @torch.no_grad()
+    def draft_gradient(self, coefficients: list[Tensor | None]) -> Tensor:
+        """The gradient ``[R, V]`` of the draft logits; overwriting, it takes the place of their log-probabilities."""
+        terms = [(t, c) for t, c in zip(self._terms, coefficients, strict=False) if c is not None]
+        full = coefficients[-1] if self._full_leaf is not None else None
+        result = self.draft_log_probs if self._overwrite else torch.empty_like(self.draft_log_probs)
+        for rows in self._tiles():
+            q = self.draft_log_probs[rows].exp()
+            out = torch.zeros_like(q)
+            for term, coefficient in terms:
+                term.add_gradient(rows, q, coefficient[rows, None] / self.temperature, out)
+            if full is not None:
+                direct = full[rows] / self.temperature
+                out.add_(direct - q * direct.sum(-1, keepdim=True))
+            result[rows] = out
+        return result
+
+    def _term(self, value: Tensor, add_gradient: Callable[[slice, Tensor, Tensor, Tensor], None]) -> Tensor:
+        leaf = torch.zeros(self.num_rows, dtype=value.dtype, device=value.device, requires_grad=True)
+        self._terms.append(_Term(leaf, add_gradient))
+        return value + leaf
+
+    def _sweep(self, summand: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        tiles = [summand(self.target_log_probs[r], self.draft_log_probs[r]).sum(-1) for r in self._tiles()]
+        return torch.cat(tiles) if tiles else self.draft_log_probs.new_zeros(0)
+
+    def _tiles(self) -> Iterator[slice]:
+        for start in range(0, self.num_rows, self._tile_rows):
+            yield slice(start, min(start + self._tile_rows, self.num_rows))
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        """Log-probabilities in float32 (float64 if given float64), tile by tile."""
+        logits = logits.detach()
+        dtype = computing_dtype(logits.dtype)
+        result = logits if self._overwrite and logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+        for rows in self._tiles():
+            tile = logits[rows].to(dtype)
+            if self.temperature != 1.0:
+                tile = tile / self.temperature
+            tile = torch.log_softmax(tile, -1)
+            if self._invalid is not None:
+                tile = tile.masked_fill_(self._invalid[rows], -math.log(self.vocab_size))
+            result[rows] = tile
+        return result
+
+
+def computing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64; everything else is computed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _difference(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """log a - log b with zeros standing at `LOG_ZERO`, so that 0 * log 0 is 0 downstream."""
+    return log_a.clamp(min=LOG_ZERO).sub_(log_b.clamp(min=LOG_ZERO))
+
+
+def _first_argmax(rows: Tensor, width: int = 64) -> Tensor:
+    """``rows.argmax(-1)`` in two levels: on a CPU `amax` is several times faster than `argmax`."""
+    size = rows.shape[1]
+    whole = size - size % width
+    groups = rows[:, :whole].unflatten(1, (whole // width, width)).amax(-1)
+    if whole < size:
+        groups = torch.cat([groups, rows[:, whole:].amax(-1, keepdim=True)], 1)
+    start: Tensor = groups.argmax(-1, keepdim=True) * width
+    members = (start + torch.arange(width, device=rows.device)).clamp(max=size - 1)
+    return start.squeeze(1).add_(rows.gather(1, members).argmax(-1))

@@ -1,0 +1,100 @@
+"""Tokenwise objectives: each position on its own, earlier positions weighing more.
+
+    L = sum_i w_i l_i / sum_i w_i,   w_i = exp(-(i - 1) / eta)   (eqs. token_losses, token_weighting, lk_losses)
+
+The sums run over the valid positions of all blocks.
+"""
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from blockdraft.losses.blocks import Blocks, finite_log
+from blockdraft.losses.objective import Objective, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenObjective(Objective):
+    """eta: decay of the position weights; 7 for DFlash and 4 for DSpark in the paper, ``math.inf`` for none."""
+
+    eta: float = 7.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.eta > 0:
+            raise ValueError(f"eta must be positive, got {self.eta}")
+
+    @abstractmethod
+    def position_loss(self, blocks: Blocks) -> Tensor:
+        """l_i, ``[N, B]``."""
+
+    def sums(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        loss = self.position_loss(blocks)
+        weight = position_weights(blocks.block_size, self.eta, loss)
+        return blocks.sum_over_valid(weight * loss), blocks.sum_over_valid(weight.expand_as(loss))
+
+
+def position_weights(block_size: int, eta: float, like: Tensor) -> Tensor:
+    """w_i = exp(-(i - 1) / eta), ``[B]``."""
+    positions = torch.arange(block_size, dtype=like.dtype, device=like.device)
+    return torch.ones_like(positions) if math.isinf(eta) else torch.exp(-positions / eta)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class CE(TokenObjective):
+    """-log q_i(y_i), y_i the stored token that the target generated (not the target's argmax)."""
+
+    name: ClassVar[str] = "ce"
+    needs_target: ClassVar[bool] = False
+
+    def position_loss(self, blocks: Blocks) -> Tensor:
+        return -blocks.log_q
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class KL(TokenObjective):
+    """sum_v p_i log(p_i / q_i)."""
+
+    name: ClassVar[str] = "kl"
+
+    def position_loss(self, blocks: Blocks) -> Tensor:
+        return blocks.kl
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class RKL(TokenObjective):
+    """sum_v q_i log(q_i / p_i)."""
+
+    name: ClassVar[str] = "rkl"
+
+    def position_loss(self, blocks: Blocks) -> Tensor:
+        return blocks.reverse_kl
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class TV(TokenObjective):
+    """1 - sum_v min(p_i, q_i) = 1/2 sum_v |p_i - q_i|."""
+
+    name: ClassVar[str] = "tv"
+
+    def position_loss(self, blocks: Blocks) -> Tensor:
+        return 1 - blocks.overlap
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class LK(TokenObjective):
+    """-log sum_v min(p_i, q_i) = -log(1 - TV)."""
+
+    name: ClassVar[str] = "lk"
+
+    def position_loss(self, blocks: Blocks) -> Tensor:
+        return -finite_log(blocks.overlap)
