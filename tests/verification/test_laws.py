@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import DRAFTERS, Toy, chance, toy
 
 from blockdraft.losses import block_scores
 from blockdraft.verification import expected_retention, law
 from blockdraft.verification.reference import enumerate_round, reference_law
 from blockdraft.verification.rules import acceptance_states, probability_ratio
+from toys import DRAFTERS, Toy, chance, toy
 
 CASES = pytest.mark.parametrize(
     ("kind", "zeros", "seed"), [(k, z, s) for k in DRAFTERS for z in (False, True) for s in (0, 1)]

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from toys import DRAFTERS, Toy, toy
 
 from blockdraft.verification import law
 from blockdraft.verification.reference import enumerate_round
-from blockdraft.verification.rules import Coins, acceptance_states, coins, drafted, probability_ratio, residual_law
+from blockdraft.verification.rules import Coins, coins, drafted, probability_ratio, residual_law
+from toys import DRAFTERS, Toy, toy
 
 
 def residuals(blocks, state):
@@ -32,12 +32,12 @@ def state_as_coin(blocks, true):
     return Coins(torch.where(blocks.inside, true.state[:, 1:], 0), true.state, last_success=True)
 
 
-def stop_at_first_failure(blocks, true):
+def stop_at_first_failure(_, true):
     """Right coins, but no scanning on after a failed one."""
     return Coins(true.threshold, true.state, last_success=False)
 
 
-def no_clip(blocks, true):
+def no_clip(blocks, _):
     """a_i = prod p/q, clipped only at the end."""
     ratio = probability_ratio(blocks.p[:, :-1], blocks.q, blocks.tokens)
     product = torch.nn.functional.pad(ratio.cumprod(-1), (1, 0), value=1.0)
@@ -95,7 +95,7 @@ def test_enumeration_catches(name, kind):
 
 
 def test_the_scaffold_of_the_mutants_is_exact_when_nothing_is_mutated():
-    assert error(mutant(lambda blocks, true: true), toy("markov", seed=1)) < 1e-12
+    assert error(mutant(lambda _, true: true), toy("markov", seed=1)) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

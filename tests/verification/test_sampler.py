@@ -2,10 +2,10 @@ import functools
 
 import pytest
 import torch
-from toys import toy
 
 from blockdraft.verification import law, verify
 from blockdraft.verification.sampler import spawn
+from toys import toy
 
 
 def blocks_of(case, num_copies):

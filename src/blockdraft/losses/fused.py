@@ -59,13 +59,13 @@ def fused_linear_objective(
         if target_hidden is None or target_head is None:
             raise ValueError(f"objective {objective.name!r} with stats={stats} needs target_hidden and target_head")
         _check(target_hidden, target_head, labels, "target")
-        if target_head.shape[0] != draft_head.shape[0]:
-            raise ValueError(f"the heads differ in vocabulary: {draft_head.shape[0]} and {target_head.shape[0]}")
+        _check_vocabulary(draft_head, target_head)
     else:
         target_hidden = target_head = None
     prev, w2 = markov if markov is not None else (None, None)
     if prev is not None and w2 is not None:
         _check(prev, w2, labels, "markov")
+        _check_vocabulary(draft_head, w2)
     if chunk_blocks is not None and chunk_blocks < 1:
         raise ValueError(f"chunk_blocks must be at least 1, got {chunk_blocks}")
     batch = _Batch(objective, target_hidden, target_head, labels, valid, chunk_blocks, stats)
@@ -220,3 +220,8 @@ def _check(hidden: Tensor, head: Tensor, labels: Tensor, which: str) -> None:
         )
     if head.dim() != 2 or head.shape[1] != hidden.shape[2]:
         raise ValueError(f"the {which} head must be [V, {hidden.shape[2]}], got {list(head.shape)}")
+
+
+def _check_vocabulary(draft_head: Tensor, other: Tensor) -> None:
+    if draft_head.shape[0] != other.shape[0]:
+        raise ValueError(f"the heads differ in vocabulary: {draft_head.shape[0]} and {other.shape[0]}")

@@ -105,7 +105,7 @@ class _OfDraftLogits(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         rows, blocks = ctx.blocks.rows, ctx.blocks
         gradient = rows.draft_gradient(rows.coefficients(list(ctx.outputs), list(grads)))
-        return gradient.view(blocks.num_blocks, blocks.block_size, -1).to(ctx.draft_dtype), None, None
+        return gradient.view(*blocks.labels.shape, rows.vocab_size).to(ctx.draft_dtype), None, None
 
 
 _REGISTRY: dict[str, type[Objective]] = {}
@@ -120,8 +120,8 @@ def register(cls: T) -> T:
 
 
 def objective_names() -> list[str]:
-    """Names that `objective` knows, the paper's first."""
-    return list(_REGISTRY)
+    """Names that `objective` knows."""
+    return sorted(_REGISTRY)
 
 
 PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -142,7 +142,7 @@ def objective(name: str, *, drafter: str | None = None, **options: Any) -> Objec
     """
     cls = _REGISTRY.get(name)
     if cls is None:
-        raise ValueError(_unknown("objective", name, list(_REGISTRY)))
+        raise ValueError(_unknown("objective", name, objective_names()))
     known = [field.name for field in fields(cls)]
     for option in options:
         if option not in known:

@@ -1,0 +1,60 @@
+"""Random batches of blocks for the tests of the objectives."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+OBJECTIVES = [
+    ("ce", {}),
+    ("kl", {}),
+    ("rkl", {"eta": 4.0}),
+    ("tv", {}),
+    ("lk", {"eta": float("inf")}),
+    ("bv", {"form": "linear", "estimator": "sampled"}),
+    ("bv", {"form": "linear"}),
+    ("bv", {"form": "population", "estimator": "sampled"}),
+    ("bv", {"form": "population"}),
+    ("bv", {"estimator": "sampled"}),
+    ("bv", {}),
+    ("bv", {"beta": 0.0}),
+    ("bv", {"beta": 0.37}),
+    ("bv", {"beta": 0.37, "estimator": "sampled", "ramp_floor": 1e-2}),
+    ("bv", {"beta": 0.0, "ramp_floor": 1e-2}),
+    ("bv", {"summand_floor": -2.0, "length_floor": 0.5}),
+    ("bv", {"summand_floor": None, "length_floor": None}),
+]
+
+IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in options.items())}" for name, options in OBJECTIVES]
+
+
+@dataclass(frozen=True)
+class Batch:
+    draft: Tensor
+    target: Tensor
+    labels: Tensor
+    valid: Tensor | None = None
+
+    def leaf(self) -> "Batch":
+        return replace(self, draft=self.draft.detach().clone().requires_grad_())
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self.draft, self.target, self.labels, self.valid
+
+
+def batch(num_blocks=4, block_size=5, vocab_size=6, *, dtype=torch.float64, masked=True, seed=0, spread=1.0) -> Batch:
+    """Logits of ``spread``, labels sampled from the target; with a mask, lengths B, .., 0 in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_blocks, block_size, vocab_size)
+    draft = spread * torch.randn(shape, generator=generator, dtype=torch.float64)
+    target = spread * torch.randn(shape, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(target.softmax(-1).flatten(0, 1), 1, generator=generator).view(num_blocks, block_size)
+    valid = None
+    if masked:
+        lengths = torch.tensor([block_size - (2 * n) % (block_size + 1) for n in range(num_blocks)])
+        valid = torch.arange(block_size) < lengths[:, None]
+    return Batch(draft.to(dtype), target.to(dtype), labels, valid)
+
+
+def value_and_gradient(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return loss.detach(), *torch.autograd.grad(loss, leaves)

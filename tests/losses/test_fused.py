@@ -1,0 +1,261 @@
+"""The fused path against the plain one: values, all gradients, statistics, memory."""
+
+import gc
+import math
+
+import pytest
+import torch
+from batches import IDS, OBJECTIVES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blockdraft.losses import block_statistics, fused_linear_objective, objective
+
+
+def problem(num_blocks=5, block_size=4, vocab_size=37, width=8, rank=3, *, dtype=torch.float64, masked=True, seed=0):
+    """Hidden states, heads, labels, mask and Markov factors; the target is wider than the drafter."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    target_width = width + 2
+    labels = torch.randint(vocab_size, (num_blocks, block_size), generator=g)
+    lengths = torch.randint(0, block_size + 1, (num_blocks,), generator=g)
+    return {
+        "draft_hidden": randn(num_blocks, block_size, width),
+        "target_hidden": randn(num_blocks, block_size, target_width),
+        "draft_head": randn(vocab_size, width),
+        "target_head": randn(vocab_size, target_width),
+        "labels": labels,
+        "valid": torch.arange(block_size) < lengths[:, None] if masked else None,
+        "markov": (randn(num_blocks, block_size, rank), randn(vocab_size, rank)),
+    }
+
+
+def leaves_of(data):
+    return [data["draft_hidden"], data["draft_head"], *(data["markov"] or ())]
+
+
+def with_leaves(data, trains=(True, True, True, True)):
+    data = dict(data)
+    made = [x.detach().clone().requires_grad_(t) for x, t in zip(leaves_of(data), trains, strict=False)]
+    data["draft_hidden"], data["draft_head"] = made[:2]
+    if data["markov"] is not None:
+        data["markov"] = tuple(made[2:])
+    return data
+
+
+def plain_logits(data):
+    draft = data["draft_hidden"] @ data["draft_head"].T
+    if data["markov"] is not None:
+        draft = draft + data["markov"][0] @ data["markov"][1].T
+    return draft, data["target_hidden"] @ data["target_head"].T
+
+
+@pytest.mark.parametrize(("name", "options"), OBJECTIVES, ids=IDS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("markov", [False, True])
+def test_equals_the_plain_path(name, options, masked, markov):
+    obj, data = objective(name, temperature=0.8, **options), problem(masked=masked)
+    if not markov:
+        data["markov"] = None
+    fast, slow = with_leaves(data), with_leaves(data)
+    value = fused_linear_objective(obj, **fast, chunk_blocks=2)
+    expected = obj(*plain_logits(slow), slow["labels"], slow["valid"])
+    for part in ("loss", "numerator", "denominator", "per_block"):
+        torch.testing.assert_close(getattr(value, part).detach(), getattr(expected, part).detach())
+    value.loss.backward()
+    expected.loss.backward()
+    for got, want in zip(leaves_of(fast), leaves_of(slow), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    num_blocks=st.integers(1, 7),
+    block_size=st.integers(1, 6),
+    vocab_size=st.integers(2, 200),
+    width=st.integers(1, 9),
+    chunk_blocks=st.one_of(st.none(), st.integers(1, 9)),
+    choice=st.integers(0, len(OBJECTIVES) - 1),
+)
+def test_chunks_and_odd_shapes_change_nothing(seed, num_blocks, block_size, vocab_size, width, chunk_blocks, choice):
+    name, options = OBJECTIVES[choice]
+    obj = objective(name, **options)
+    data = problem(num_blocks, block_size, vocab_size, width, seed=seed)
+    fast, slow = with_leaves(data), with_leaves(data)
+    value = fused_linear_objective(obj, **fast, chunk_blocks=chunk_blocks)
+    expected = obj(*plain_logits(slow), slow["labels"], slow["valid"])
+    torch.testing.assert_close(value.loss.detach(), expected.loss.detach())
+    value.loss.backward()
+    expected.loss.backward()
+    for got, want in zip(leaves_of(fast), leaves_of(slow), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, atol=1e-9, rtol=1e-6)
+    stats = block_statistics(*(x.detach() for x in plain_logits(data)), data["labels"], data["valid"])
+    for rule in ("greedy", "token", "block"):
+        torch.testing.assert_close(value.stats.retention(rule), stats.retention(rule))
+    torch.testing.assert_close(value.stats.token_accuracy, stats.token_accuracy)
+    torch.testing.assert_close(value.stats.argmax_agreement, stats.argmax_agreement)
+
+
+@pytest.mark.parametrize(
+    "trains", [(True, False, False, False), (False, True, False, False), (False, False, True, True)]
+)
+def test_gradients_only_where_they_are_wanted(trains):
+    data = with_leaves(problem(), trains)
+    fused_linear_objective(objective("bv"), **data).loss.backward()
+    assert [x.grad is not None for x in leaves_of(data)] == list(trains)
+
+
+def test_without_any_gradient_it_still_evaluates():
+    data = problem()
+    value = fused_linear_objective(objective("bv"), **data)
+    assert not value.loss.requires_grad
+    torch.testing.assert_close(value.loss, objective("bv")(*plain_logits(data), data["labels"], data["valid"]).loss)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("name", "options"), [*OBJECTIVES[:5], ("bv", {}), ("bv", {"beta": 0.5})])
+def test_lower_precision(name, options, dtype, tolerance):
+    """Products in the head's dtype, the rest in float32; gradients come back in the dtype of what they belong to."""
+    obj = objective(name, **options)
+    data = problem(vocab_size=64, width=16, dtype=dtype)
+    data["markov"] = None
+    low = with_leaves(data)
+    value = fused_linear_objective(obj, **low, chunk_blocks=2)
+    value.loss.backward()
+    draft, target = (x.detach().double() for x in plain_logits(data))  # as rounded by the products
+    draft.requires_grad_()
+    expected = obj(draft, target, data["labels"], data["valid"])
+    expected.loss.backward()
+    assert value.loss.dtype == torch.float32
+    assert value.loss.item() == pytest.approx(expected.loss.item(), rel=tolerance)
+    rows = draft.grad.flatten(0, 1)
+    wanted = (
+        (rows @ data["draft_head"].double()).view_as(data["draft_hidden"]),
+        rows.T @ data["draft_hidden"].double().flatten(0, 1),
+    )
+    for got, want in zip(leaves_of(low), wanted, strict=True):
+        assert got.grad.dtype == dtype
+        assert float((got.grad.double() - want).norm() / want.norm()) < tolerance
+
+
+def test_hidden_states_of_another_dtype_than_the_head():
+    data = problem(dtype=torch.float32)
+    mixed = with_leaves(data | {"draft_head": data["draft_head"].bfloat16()})
+    value = fused_linear_objective(objective("bv"), **mixed)
+    value.loss.backward()
+    assert [x.grad.dtype for x in leaves_of(mixed)] == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_the_vocabulary_of_qwen3():
+    """V = 151,936, chunked by default, against plain autograd of the definition."""
+    vocab_size = 151_936
+    data = problem(3, 3, vocab_size, 8, dtype=torch.float32)
+    data["markov"] = None
+    data["labels"] = (data["target_hidden"] @ data["target_head"].T).argmax(-1)
+    fast, slow = with_leaves(data, (True, False)), with_leaves(data, (True, False))
+    value = fused_linear_objective(objective("bv"), **fast)
+    draft, target = (x.log_softmax(-1) for x in plain_logits(slow))
+    at = slow["labels"].unsqueeze(-1)
+    log_r = torch.nn.functional.pad((draft.gather(-1, at) - target.gather(-1, at)).squeeze(-1).cumsum(-1), (1, 0))
+    lowest = log_r.cummin(-1).values
+    scores = torch.minimum(target + lowest[:, :-1, None], draft + log_r[:, :-1, None]).exp().sum(-1)
+    lengths = slow["valid"].sum(-1)
+    per_block = lengths.clamp(min=1).log() - (scores * slow["valid"]).sum(-1).clamp(min=1e-30).log()
+    expected = per_block[lengths > 0].mean()
+    assert value.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    value.loss.backward()
+    expected.backward()
+    torch.testing.assert_close(fast["draft_hidden"].grad, slow["draft_hidden"].grad, atol=1e-6, rtol=1e-4)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Sees the result of every operation, those of an autograd function's forward pass too."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", ["ce", "kl", "rkl", "tv", "lk", "bv"])
+def test_no_tensor_of_all_rows_by_vocabulary_is_made(name):
+    """The largest tensor of the whole step is one chunk of logits."""
+    num_blocks, block_size, vocab_size = 16, 4, 5_000
+    data = with_leaves(problem(num_blocks, block_size, vocab_size, dtype=torch.float32))
+    with LargestTensor() as seen:
+        fused_linear_objective(objective(name), **data, chunk_blocks=4).loss.backward()
+    assert seen.num_elements == 4 * block_size * vocab_size
+    with LargestTensor() as seen:
+        objective(name)(*plain_logits(data), data["labels"], data["valid"]).loss.backward()
+    assert seen.num_elements == num_blocks * block_size * vocab_size
+
+
+def test_buffers_are_freed_without_the_garbage_collector():
+    """No reference cycle may hold vocabulary-sized storage."""
+    gc.collect()
+    gc.disable()
+    try:
+        data = with_leaves(problem(vocab_size=997, dtype=torch.float32))
+        kept = {id(data["draft_head"]), id(data["target_head"]), id(data["markov"][1])}
+        fused_linear_objective(objective("bv"), **data).loss.backward()
+        objective("bv")(*plain_logits(data), data["labels"], data["valid"]).loss.backward()
+        alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and 997 in x.shape and id(x) not in kept]
+        assert not [x.shape for x in alive if x.dim() == 3 or x.shape[-1] == 997]
+    finally:
+        gc.enable()
+
+
+def test_nan_in_padding_reaches_no_gradient():
+    data = problem()
+    clean, dirty = with_leaves(data), dict(data)
+    outside = ~data["valid"].unsqueeze(-1)
+    dirty["draft_hidden"] = data["draft_hidden"].masked_fill(outside, math.nan)
+    dirty["target_hidden"] = data["target_hidden"].masked_fill(outside, math.nan)
+    dirty["markov"] = (data["markov"][0].masked_fill(outside, math.nan), data["markov"][1])
+    dirty = with_leaves(dirty)
+    for each in (clean, dirty):
+        fused_linear_objective(objective("bv"), **each).loss.backward()
+    for got, want in zip(leaves_of(dirty), leaves_of(clean), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_ce_without_statistics_leaves_the_target_out():
+    data = problem()
+    expected = fused_linear_objective(objective("ce"), **data).loss
+    data["target_hidden"] = data["target_head"] = None
+    value = fused_linear_objective(objective("ce"), **data, stats=False)
+    torch.testing.assert_close(value.loss, expected)
+    assert value.stats is None
+    with pytest.raises(ValueError, match="needs target_hidden and target_head"):
+        fused_linear_objective(objective("bv"), **data, stats=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"draft_hidden": torch.zeros(5, 3, 8)}, r"draft hidden states must be \[N, B, H\]"),
+        ({"draft_head": torch.zeros(37, 9)}, r"the draft head must be \[V, 8\]"),
+        ({"target_head": torch.zeros(36, 10)}, "differ in vocabulary"),
+        ({"markov": (torch.zeros(5, 4, 3), torch.zeros(37, 2))}, r"the markov head must be \[V, 3\]"),
+        ({"markov": (torch.zeros(5, 4, 3), torch.zeros(30, 3))}, "differ in vocabulary"),
+        ({"chunk_blocks": 0}, "chunk_blocks must be at least 1"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        fused_linear_objective(objective("bv"), **(problem() | change))
+
+
+def _double(x):
+    if isinstance(x, tuple):
+        return tuple(_double(y) for y in x)
+    return x.double() if x is not None and x.is_floating_point() else x
