@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from batches import IDS, OBJECTIVES, batch
 
 from blockdraft.losses import block_scores, block_statistics, fused_linear_objective, objective
+
+from batches import IDS, OBJECTIVES, batch
 
 EVERY = pytest.mark.parametrize(("name", "options"), OBJECTIVES, ids=IDS)
 

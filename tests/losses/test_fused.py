@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
-from batches import IDS, OBJECTIVES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockdraft.losses import block_statistics, fused_linear_objective, objective
+
+from batches import IDS, OBJECTIVES
 
 
 def problem(num_blocks=5, block_size=4, vocab_size=37, width=8, rank=3, *, dtype=torch.float64, masked=True, seed=0):

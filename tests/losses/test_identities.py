@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
-from batches import IDS, OBJECTIVES, batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockdraft.losses import Blocks, block_scores, block_statistics, objective
 from blockdraft.verification.reference import joint_law
+
+from batches import IDS, OBJECTIVES, batch
 from toys import DRAFTERS, chance, toy
 
 
@@ -98,7 +99,9 @@ def test_token_score_is_the_survival_under_token_verification(kind, zeros):
     at = blocks.unsqueeze(-1)
     ratio = torch.where(q.gather(-1, at) > 0, p.gather(-1, at) / q.gather(-1, at), 0).squeeze(-1)
     survival = chance(q, blocks) @ ratio.clamp(max=1).cumprod(-1)
-    torch.testing.assert_close(weights @ Blocks(draft, target, blocks).log_token.detach().exp(), survival, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        weights @ Blocks(draft, target, blocks).log_token.detach().exp(), survival, atol=1e-12, rtol=0
+    )
     if kind == "autoregressive":
         biased = weights @ torch.minimum(p, q).sum(-1).cumprod(-1)
         assert float((biased - survival).abs().max()) > 1e-3

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from batches import batch
 from test_fused import leaves_of, plain_logits, problem, with_leaves
 
 from blockdraft.losses import (
@@ -18,6 +17,8 @@ from blockdraft.losses import (
     objective,
     objective_names,
 )
+
+from batches import batch
 
 
 def test_the_papers_six_are_known():

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from batches import IDS, OBJECTIVES, batch, value_and_gradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockdraft.losses import block_scores, objective
 from blockdraft.losses.reference import reference_loss
+
+from batches import IDS, OBJECTIVES, batch, value_and_gradient
 
 EVERY = pytest.mark.parametrize(("name", "options"), OBJECTIVES, ids=IDS)
 

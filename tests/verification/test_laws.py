@@ -11,6 +11,7 @@ from blockdraft.losses import block_scores
 from blockdraft.verification import expected_retention, law
 from blockdraft.verification.reference import enumerate_round, reference_law
 from blockdraft.verification.rules import acceptance_states, probability_ratio
+
 from toys import DRAFTERS, Toy, chance, toy
 
 CASES = pytest.mark.parametrize(

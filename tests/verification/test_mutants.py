@@ -8,6 +8,7 @@ import torch
 from blockdraft.verification import law
 from blockdraft.verification.reference import enumerate_round
 from blockdraft.verification.rules import Coins, coins, drafted, probability_ratio, residual_law
+
 from toys import DRAFTERS, Toy, toy
 
 

@@ -5,6 +5,7 @@ import torch
 
 from blockdraft.verification import law, verify
 from blockdraft.verification.sampler import spawn
+
 from toys import toy
 
 

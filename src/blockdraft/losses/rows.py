@@ -2,8 +2,9 @@
 
 `Rows` holds the target and draft log-probabilities of R prediction positions.
 Each method below costs one sweep over ``[R, V]`` and returns a small ``[R]``
-tensor. A sweep visits a few rows at a time, so its temporaries stay in cache
-and no second vocabulary-sized tensor is made.
+tensor. A sweep visits a few rows at a time and works in tiles of that size that
+are allocated once: they stay in cache, no second vocabulary-sized tensor is
+made, and the C library has no large blocks to hand back and fault in again.
 
 Gradients are taken in two steps. The small tensors carry an ordinary autograd
 graph whose leaves are zeros added to each term; what autograd finds at a leaf
@@ -28,17 +29,26 @@ ACCELERATOR_TILE = 2**26
 
 
 @dataclass(frozen=True)
+class _Tile:
+    """A few rows in the draft gradient's sweep: q, the gradient ``out``, and tiles free to work in, all ``[r, V]``."""
+
+    rows: slice
+    q: Tensor
+    out: Tensor
+    free: list[Tensor]
+
+
+@dataclass(frozen=True)
 class _Term:
     """One differentiable sum: its leaf, and how its coefficient reaches the draft logits.
 
-    ``add_gradient(rows, q, coefficient, out)`` adds coefficient * d(term)/dz to
-    ``out`` ``[r, V]`` for a slice of rows with draft probabilities q ``[r, V]``
-    and coefficient ``[r, 1]``. It holds tensors, never the `Rows` that holds it: a
-    reference cycle would keep vocabulary-sized storage until the garbage collector runs.
+    ``add_gradient(tile, coefficient)`` adds coefficient ``[r, 1]`` * d(term)/dz to
+    ``tile.out``. It holds tensors, never the `Rows` that holds it: a reference
+    cycle would keep vocabulary-sized storage until the garbage collector runs.
     """
 
     leaf: Tensor
-    add_gradient: Callable[[slice, Tensor, Tensor, Tensor], None]
+    add_gradient: Callable[[_Tile, Tensor], None]
 
 
 class Rows:
@@ -67,6 +77,8 @@ class Rows:
         limit = CPU_TILE if draft_logits.device.type == "cpu" else ACCELERATOR_TILE
         self._tile_rows = max(1, limit // max(1, self.vocab_size))
         self._overwrite = overwrite
+        self._dtype, self._device = computing_dtype(draft_logits.dtype), draft_logits.device
+        self._scratch: list[Tensor] = []
         self._invalid = None if valid is None else (~valid).unsqueeze(-1)
         self.draft_log_probs = self._log_softmax(draft_logits)
         self._target_log_probs = None if target_logits is None else self._log_softmax(target_logits)
@@ -93,9 +105,9 @@ class Rows:
     def draft_label(self, labels: Tensor) -> Tensor:
         """log q(y) for labels y ``[R]``; a zero probability counts as `LOG_ZERO`."""
 
-        def add_gradient(rows: slice, q: Tensor, coefficient: Tensor, out: Tensor) -> None:
-            out.sub_(q * coefficient)
-            out.scatter_add_(1, labels[rows, None], coefficient)
+        def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
+            tile.out.addcmul_(tile.q, coefficient, value=-1)
+            tile.out.scatter_add_(1, labels[tile.rows, None], coefficient)
 
         value = self.draft_log_probs.gather(1, labels[:, None]).squeeze(1)
         return self._term(value, add_gradient).clamp(min=LOG_ZERO)
@@ -109,15 +121,18 @@ class Rows:
         target_log_probs = self.target_log_probs
         known = [scale.detach() for scale in scales]
         values, slopes = [torch.empty_like(s) for s in known], [torch.empty_like(s) for s in known]
-        for rows in self._tiles():
-            p, q = target_log_probs[rows].exp(), self.draft_log_probs[rows].exp()
+        for rows, (p, q, *free) in self._tiles(4):
+            torch.exp(target_log_probs[rows], out=p)
+            torch.exp(self.draft_log_probs[rows], out=q)
             for scale, value, slope in zip(known, values, slopes, strict=True):
-                value[rows], slope[rows] = overlap_and_slope(scale[rows], p, q)
+                value[rows], slope[rows] = overlap_and_slope(scale[rows], p, q, (free[0], free[1]))
 
-        def gradient_at(scale: Tensor) -> Callable[[slice, Tensor, Tensor, Tensor], None]:
-            def add_gradient(rows: slice, q: Tensor, coefficient: Tensor, out: Tensor) -> None:
-                p = target_log_probs[rows].exp()
-                out.add_(overlap_logit_gradient(scale[rows], p, q).mul_(coefficient))
+        def gradient_at(scale: Tensor) -> Callable[[_Tile, Tensor], None]:
+            def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
+                p, *free = tile.free
+                torch.exp(target_log_probs[tile.rows], out=p)
+                gradient = overlap_logit_gradient(scale[tile.rows], p, tile.q, (free[0], free[1]))
+                tile.out.addcmul_(gradient, coefficient)
 
             return add_gradient
 
@@ -128,22 +143,24 @@ class Rows:
 
     def kl(self) -> Tensor:
         """KL(p || q) = sum_v p (log p - log q)."""
-        value = self._sweep(lambda log_p, log_q: log_p.exp().mul_(_difference(log_p, log_q)))
         target_log_probs = self.target_log_probs
+        value = self._divergence(target_log_probs, self.draft_log_probs)
 
-        def add_gradient(rows: slice, q: Tensor, coefficient: Tensor, out: Tensor) -> None:
-            out.add_((q - target_log_probs[rows].exp()).mul_(coefficient))
+        def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
+            p = torch.exp(target_log_probs[tile.rows], out=tile.free[0])
+            tile.out.addcmul_(tile.q, coefficient).addcmul_(p, coefficient, value=-1)
 
         return self._term(value, add_gradient)
 
     def reverse_kl(self) -> Tensor:
         """KL(q || p) = sum_v q (log q - log p)."""
-        value = self._sweep(lambda log_p, log_q: log_q.exp().mul_(_difference(log_q, log_p)))
         draft_log_probs, target_log_probs = self.draft_log_probs, self.target_log_probs
+        value = self._divergence(draft_log_probs, target_log_probs)
 
-        def add_gradient(rows: slice, q: Tensor, coefficient: Tensor, out: Tensor) -> None:
-            surprise = _difference(draft_log_probs[rows], target_log_probs[rows])
-            out.add_(surprise.sub_(value[rows, None]).mul_(q).mul_(coefficient))
+        def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
+            rows, free = tile.rows, (tile.free[0], tile.free[1])
+            surprise = _difference(draft_log_probs[rows], target_log_probs[rows], free)
+            tile.out.addcmul_(surprise.sub_(value[rows, None]).mul_(tile.q), coefficient)
 
         return self._term(value, add_gradient)
 
@@ -168,42 +185,50 @@ class Rows:
         terms = [(t, c) for t, c in zip(self._terms, coefficients, strict=False) if c is not None]
         full = coefficients[-1] if self._full_leaf is not None else None
         result = self.draft_log_probs if self._overwrite else torch.empty_like(self.draft_log_probs)
-        for rows in self._tiles():
-            q = self.draft_log_probs[rows].exp()
-            out = torch.zeros_like(q)
+        for rows, (q, out, *free) in self._tiles(5):
+            tile = _Tile(rows, torch.exp(self.draft_log_probs[rows], out=q), out.zero_(), free)
             for term, coefficient in terms:
-                term.add_gradient(rows, q, coefficient[rows, None] / self.temperature, out)
+                term.add_gradient(tile, coefficient[rows, None] / self.temperature)
             if full is not None:
                 direct = full[rows] / self.temperature
-                out.add_(direct - q * direct.sum(-1, keepdim=True))
+                out.add_(direct).addcmul_(q, direct.sum(-1, keepdim=True), value=-1)
             result[rows] = out
         return result
 
-    def _term(self, value: Tensor, add_gradient: Callable[[slice, Tensor, Tensor, Tensor], None]) -> Tensor:
+    def _term(self, value: Tensor, add_gradient: Callable[[_Tile, Tensor], None]) -> Tensor:
         leaf = torch.zeros(self.num_rows, dtype=value.dtype, device=value.device, requires_grad=True)
         self._terms.append(_Term(leaf, add_gradient))
         return value + leaf
 
-    def _sweep(self, summand: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        tiles = [summand(self.target_log_probs[r], self.draft_log_probs[r]).sum(-1) for r in self._tiles()]
-        return torch.cat(tiles) if tiles else self.draft_log_probs.new_zeros(0)
+    def _divergence(self, log_a: Tensor, log_b: Tensor) -> Tensor:
+        """sum_v a (log a - log b), ``[R]``."""
+        value = log_a.new_empty(self.num_rows)
+        for rows, (a, *free) in self._tiles(3):
+            torch.exp(log_a[rows], out=a)
+            value[rows] = _difference(log_a[rows], log_b[rows], (free[0], free[1])).mul_(a).sum(-1)
+        return value
 
-    def _tiles(self) -> Iterator[slice]:
+    def _tiles(self, num_scratch: int) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Slices of a few rows, each with scratch tiles ``[r, V]`` that the next slice uses again."""
+        while len(self._scratch) < num_scratch:
+            shape = (min(self._tile_rows, self.num_rows), self.vocab_size)
+            self._scratch.append(torch.empty(shape, dtype=self._dtype, device=self._device))
         for start in range(0, self.num_rows, self._tile_rows):
-            yield slice(start, min(start + self._tile_rows, self.num_rows))
+            rows = slice(start, min(start + self._tile_rows, self.num_rows))
+            yield rows, [tile[: rows.stop - start] for tile in self._scratch[:num_scratch]]
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         """Log-probabilities in float32 (float64 if given float64), tile by tile."""
         logits = logits.detach()
-        dtype = computing_dtype(logits.dtype)
-        result = logits if self._overwrite and logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-        for rows in self._tiles():
-            tile = logits[rows].to(dtype)
-            if self.temperature != 1.0:
-                tile = tile / self.temperature
-            tile = torch.log_softmax(tile, -1)
+        in_place = self._overwrite and logits.dtype == self._dtype
+        result = logits if in_place else torch.empty_like(logits, dtype=self._dtype)
+        for rows, (given, tile) in self._tiles(2):
+            given.copy_(logits[rows])
+            if self.temperature != 1:
+                given.div_(self.temperature)
+            torch.log_softmax(given, -1, out=tile)
             if self._invalid is not None:
-                tile = tile.masked_fill_(self._invalid[rows], -math.log(self.vocab_size))
+                tile.masked_fill_(self._invalid[rows], -math.log(self.vocab_size))
             result[rows] = tile
         return result
 
@@ -213,9 +238,10 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _difference(log_a: Tensor, log_b: Tensor) -> Tensor:
+def _difference(log_a: Tensor, log_b: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
     """log a - log b with zeros standing at `LOG_ZERO`, so that 0 * log 0 is 0 downstream."""
-    return log_a.clamp(min=LOG_ZERO).sub_(log_b.clamp(min=LOG_ZERO))
+    first, second = scratch
+    return torch.clamp(log_a, min=LOG_ZERO, out=first).sub_(torch.clamp(log_b, min=LOG_ZERO, out=second))
 
 
 def _first_argmax(rows: Tensor, width: int = 64) -> Tensor:
