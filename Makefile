@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 
-.PHONY: help install lint test example bench clean
+.PHONY: help install lint test example bench pins clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 \t/' | expand -t 20
@@ -16,20 +16,30 @@ install: $(INSTALLED) ## .venv with the package, editable, and the tools for wor
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) --editable '.[dev]'
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 lint: $(INSTALLED) ## ruff, mypy, import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 test: lint ## lint and all tests
 	$(BIN)/pytest
 
 example: $(INSTALLED) ## six objectives on a toy whose accepted lengths are known exactly
 	$(BIN)/python examples/toy.py
+
+# Liger's chunked losses are plain PyTorch; its other kernels would bring a gigabyte of Triton along
+bench: $(INSTALLED) ## the benchmarks, ratios measured side by side
+	$(PIP) --no-deps liger-kernel
+	$(BIN)/python benchmarks/losses.py
+
+pins: $(INSTALLED) ## write constraints.txt anew from what .venv holds
+	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(pip|setuptools)==' \
+	  | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' | sort -f; } > constraints.new && mv constraints.new constraints.txt
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
