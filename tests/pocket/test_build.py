@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blockdraft.pocket import build as command
@@ -96,7 +97,9 @@ def built(tmp_path_factory):
 def test_the_folder_is_an_ordinary_one(built):
     model = AutoModelForCausalLM.from_pretrained(built)
     tokenizer = AutoTokenizer.from_pretrained(built)
-    assert model.dtype == torch.bfloat16
+    stored = load_file(built / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in stored
     assert model.config.model_type == "qwen3"
     assert model.config.vocab_size == len(tokenizer)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

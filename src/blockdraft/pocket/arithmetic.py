@@ -78,7 +78,7 @@ class Story:
         )
         begin, end = self.say(self.opening), self.say(closing, value=self.value)
         if self.dice.chance(0.5):
-            steps = [f"Step {i}: {reason}. {sums}." for i, (reason, sums) in enumerate(self.steps, start=1)]
+            steps = [f"Step {i}) {reason}: {sums}." for i, (reason, sums) in enumerate(self.steps, start=1)]
             return "\n".join([f"{intro} {begin}", *steps, end, f"Answer: {self.value}"])
         prose = [f"{reason}: {sums}." for reason, sums in self.steps]
         return " ".join([intro, begin, *prose, end]) + f"\nAnswer: {self.value}"

@@ -39,7 +39,7 @@ def build(
     if not trainer.done:
         return False
     write_folder(trainer.model, tokenizer, out)
-    shipped = Qwen3ForCausalLM.from_pretrained(out, dtype=torch.float32)
+    shipped = Qwen3ForCausalLM.from_pretrained(out).float()
     quality = measure(shipped, tokenizer, num_prompts, max_new_tokens)
     (out / "quality.json").write_text(json.dumps(quality, indent=2) + "\n")
     return True
