@@ -1,0 +1,9 @@
+import pytest
+
+from blockdraft.pocket.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """The tokenizer that the build trains."""
+    return train_tokenizer()

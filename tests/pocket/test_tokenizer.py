@@ -1,0 +1,88 @@
+"""Any text survives; digits stay single; the template is ChatML."""
+
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from blockdraft.pocket.corpus import FAMILIES, examples
+from blockdraft.pocket.packing import encode_conversation
+from blockdraft.pocket.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, render, save_tokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def loaded(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(tokenizer, folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.text())
+def test_any_text_survives_the_round_trip(loaded, tokenizer, text):
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert loaded(text).input_ids == ids
+    assert loaded.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["  two  spaces \n\n\tand tabs ", "naïve 😀 日本", "a<|im_end|>b", "don't 'quote'", "\r\n"]
+)
+def test_awkward_text_survives_too(loaded, text):
+    assert loaded.decode(loaded(text).input_ids) == text
+
+
+def test_digits_are_single_tokens(tokenizer):
+    for number in (7, 42, 199, 1234567890):
+        pieces = tokenizer.encode(f"Answer: {number}.").tokens
+        assert [piece for piece in pieces if piece.isdecimal()] == list(str(number))
+    assert not [entry for entry in tokenizer.get_vocab() if sum(map(str.isdecimal, entry)) and len(entry) > 1]
+
+
+def test_vocabulary_and_special_tokens(loaded, tokenizer):
+    assert tokenizer.get_vocab_size() == len(loaded) == VOCAB_SIZE
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3]
+    assert (loaded.pad_token, loaded.eos_token, loaded.mask_token) == ("<|endoftext|>", "<|im_end|>", "<|mask|>")
+    assert set(SPECIAL_TOKENS) <= set(loaded.all_special_tokens)
+    assert loaded.decode(loaded("a<|im_end|>b").input_ids, skip_special_tokens=True) == "ab"
+
+
+def test_training_it_again_gives_the_same_merges():
+    assert train_tokenizer(200, 600).to_str() == train_tokenizer(200, 600).to_str()
+
+
+CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
+RENDERED = "<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n"
+
+
+@pytest.mark.parametrize("thinking", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_the_template_renders_one_turn(loaded, thinking):
+    assert loaded.apply_chat_template(CHAT, tokenize=False, **thinking) == RENDERED
+    prompt = loaded.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **thinking)
+    assert prompt == RENDERED + "<|im_start|>assistant\n"
+
+
+def test_the_template_renders_system_and_many_turns_as_the_training_does(loaded):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *CHAT,
+        {"role": "assistant", "content": "Seven.\n"},
+        {"role": "user", "content": " and {{ 1 + 1 }}?"},
+    ]
+    for prompt in (False, True):
+        rendered = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        assert rendered == render(messages, add_generation_prompt=prompt)
+    assert rendered.startswith("<|im_start|>system\nBe brief.<|im_end|>\n" + RENDERED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_tokens_are_those_of_the_template(loaded, tokenizer, family):
+    """Prompt and response are encoded apart for their weights; together they are the rendered conversation."""
+    for each in islice(examples(family, "train", 0), 100):
+        messages = [{"role": "user", "content": each.prompt}, {"role": "assistant", "content": each.response}]
+        ids = encode_conversation(tokenizer, [(each.prompt, each.response)] * 2, "Help.").tokens
+        rendered = loaded.apply_chat_template([{"role": "system", "content": "Help."}, *messages * 2], tokenize=False)
+        assert ids == loaded(rendered).input_ids
