@@ -30,3 +30,17 @@ def test_there_are_blocks_to_run():
 def test_links_between_pages_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_no_placeholder_is_left(page):
+    assert not re.search(r"@@|TODO|TBD|XXX", page.read_text())
+
+
+def test_the_parts_are_attributes_of_the_package():
+    import blockdraft
+
+    assert blockdraft.losses.objective("bv").name == "bv"
+    assert callable(blockdraft.verification.verify)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = blockdraft.nothing

@@ -43,7 +43,7 @@ class Batch:
 
 
 def batch(num_blocks=4, block_size=5, vocab_size=6, *, dtype=torch.float64, masked=True, seed=0, spread=1.0) -> Batch:
-    """Logits of ``spread``, labels sampled from the target; with a mask, lengths B, .., 0 in turn."""
+    """Logits of ``spread``, labels sampled from the target; masked, blocks are whole, partial, empty, short in turn."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_blocks, block_size, vocab_size)
     draft = spread * torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -51,7 +51,8 @@ def batch(num_blocks=4, block_size=5, vocab_size=6, *, dtype=torch.float64, mask
     labels = torch.multinomial(target.softmax(-1).flatten(0, 1), 1, generator=generator).view(num_blocks, block_size)
     valid = None
     if masked:
-        lengths = torch.tensor([block_size - (2 * n) % (block_size + 1) for n in range(num_blocks)])
+        in_turn = (block_size, block_size // 2 + 1, 0, 1)
+        lengths = torch.tensor([in_turn[n % 4] for n in range(num_blocks)])
         valid = torch.arange(block_size) < lengths[:, None]
     return Batch(draft.to(dtype), target.to(dtype), labels, valid)
 

@@ -123,6 +123,7 @@ def test_the_floors_do_what_they_say():
         ({"labels": torch.zeros(4, 4, dtype=torch.long)}, r"labels must be \[N, B\]"),
         ({"labels": torch.full((4, 5), 6)}, "outside the vocabulary of 6"),
         ({"labels": torch.full((4, 5), -100)}, "outside the vocabulary of 6"),
+        ({"labels": torch.zeros(4, 5)}, "labels must be token ids"),
         ({"valid": torch.tensor([[True, False, True, True, True]]).expand(4, 5)}, "contiguous prefix"),
         ({"valid": torch.ones(4, 5)}, "valid must be bool"),
     ],
@@ -138,4 +139,6 @@ def test_statistics_of_partial_blocks_count_valid_positions_only():
     data = batch(num_blocks=4)
     stats = block_statistics(*data.arguments())
     assert stats.num_positions.tolist() == data.valid.sum(0).tolist()
-    assert float(stats.num_blocks) == float(data.valid.any(-1).sum())
+    assert data.valid.any(-1).tolist() == [True, True, False, True]
+    assert float(stats.num_blocks) == 3
+    assert float(stats.expected_length("block")) == pytest.approx(float(stats.block.sum()) / 3)

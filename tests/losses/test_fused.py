@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockdraft.losses import block_statistics, fused_linear_objective, objective
+from blockdraft.losses.rows import Rows
 
 from batches import IDS, OBJECTIVES
 
@@ -153,13 +154,13 @@ def test_hidden_states_of_another_dtype_than_the_head():
 
 
 def test_the_vocabulary_of_qwen3():
-    """V = 151,936, chunked by default, against plain autograd of the definition."""
+    """V = 151,936, in chunks, against plain autograd of the definition."""
     vocab_size = 151_936
     data = problem(3, 3, vocab_size, 8, dtype=torch.float32)
     data["markov"] = None
     data["labels"] = (data["target_hidden"] @ data["target_head"].T).argmax(-1)
     fast, slow = with_leaves(data, (True, False)), with_leaves(data, (True, False))
-    value = fused_linear_objective(objective("bv"), **fast)
+    value = fused_linear_objective(objective("bv"), **fast, chunk_blocks=2)
     draft, target = (x.log_softmax(-1) for x in plain_logits(slow))
     at = slow["labels"].unsqueeze(-1)
     log_r = torch.nn.functional.pad((draft.gather(-1, at) - target.gather(-1, at)).squeeze(-1).cumsum(-1), (1, 0))
@@ -249,6 +250,9 @@ def test_ce_without_statistics_leaves_the_target_out():
         ({"markov": (torch.zeros(5, 4, 3), torch.zeros(37, 2))}, r"the markov head must be \[V, 3\]"),
         ({"markov": (torch.zeros(5, 4, 3), torch.zeros(30, 3))}, "differ in vocabulary"),
         ({"chunk_blocks": 0}, "chunk_blocks must be at least 1"),
+        ({"markov": (torch.zeros(5, 4, 3), None)}, "one of them is None"),
+        ({"valid": torch.ones(5, 4)}, r"valid must be bool \[5, 4\]"),
+        ({"valid": torch.ones(4, 4, dtype=torch.bool)}, r"valid must be bool \[5, 4\]"),
     ],
 )
 def test_bad_input_is_named(change, message):
@@ -256,7 +260,49 @@ def test_bad_input_is_named(change, message):
         fused_linear_objective(objective("bv"), **(problem() | change))
 
 
-def _double(x):
-    if isinstance(x, tuple):
-        return tuple(_double(y) for y in x)
-    return x.double() if x is not None and x.is_floating_point() else x
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_no_gradient_work_where_none_is_wanted(mode, monkeypatch):
+    monkeypatch.setattr(Rows, "draft_gradient", lambda *_: pytest.fail("a gradient was computed"))
+    data = with_leaves(problem())
+    with mode():
+        value = fused_linear_objective(objective("bv"), **data)
+    torch.testing.assert_close(
+        value.loss, objective("bv")(*(x.detach() for x in plain_logits(data)), data["labels"], data["valid"]).loss
+    )
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1 / 3), (torch.float16, 65_536.0)])
+def test_low_precision_gradients_are_scaled_before_they_are_rounded(dtype, scale):
+    """By a factor that the dtype cannot hold: 1/3 would come out biased, a loss scale of 65,536 infinite."""
+    data = problem(3, 4, vocab_size=64, width=16, dtype=dtype, masked=False)
+    data["markov"] = None
+    for name in ("draft_hidden", "draft_head"):
+        data[name] = data[name] * 1e-2
+    scaled, exact = with_leaves(data), with_leaves(data)
+    (fused_linear_objective(objective("ce"), **scaled).loss * scale).backward()
+    fused_linear_objective(objective("ce"), **exact).loss.backward()
+    for got, base in zip(leaves_of(scaled), leaves_of(exact), strict=True):
+        got, base = got.grad.double(), base.grad.double()
+        assert got.isfinite().all()
+        assert float((got * base).sum() / (base * base).sum()) == pytest.approx(scale, rel=8e-4)
+
+
+def test_a_low_precision_head_sums_its_gradient_in_float32():
+    """One block after another, a hundred of them: summed in bfloat16 the small ones would drown."""
+    data = problem(100, 2, vocab_size=16, width=4, dtype=torch.bfloat16, masked=False)
+    data["markov"] = None
+    many, one = with_leaves(data), with_leaves(data)
+    fused_linear_objective(objective("ce"), **many, chunk_blocks=1).numerator.backward()
+    fused_linear_objective(objective("ce"), **one, chunk_blocks=100).numerator.backward()
+    difference = many["draft_head"].grad.double() - one["draft_head"].grad.double()
+    assert float(difference.norm() / one["draft_head"].grad.double().norm()) < 6e-3
+
+
+def test_autocast_changes_nothing():
+    data = problem(dtype=torch.float32)
+    inside, outside = with_leaves(data), with_leaves(data)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fused_linear_objective(objective("bv"), **inside).loss.backward()
+    fused_linear_objective(objective("bv"), **outside).loss.backward()
+    for got, want in zip(leaves_of(inside), leaves_of(outside), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, atol=0, rtol=0)

@@ -165,6 +165,16 @@ def test_garbage_beyond_a_blocks_length_is_ignored():
         torch.testing.assert_close(dirty[1][n, : length + 1], clean[1][n, : length + 1])
 
 
+def test_probabilities_that_rounding_kept_from_summing_to_one():
+    """As bfloat16 gives them: the fast law is still the reference's on the same numbers."""
+    p = torch.tensor([[0.5, 0.5], [0.9046, 0.0932], [0.5, 0.5]], dtype=torch.float64)
+    q = torch.tensor([[0.5005, 0.4995], [0.9046, 0.0932]], dtype=torch.float64)
+    accept, residual = law("block", p[None], q[None], torch.tensor([[0, 0]]))
+    expected = reference_law("block", p, q, [0, 0])
+    torch.testing.assert_close(accept[0], expected[0], atol=1e-12, rtol=0)
+    torch.testing.assert_close(residual[0], expected[1], atol=1e-12, rtol=0)
+
+
 def test_an_impossible_draft_token_leaves_the_law_finite():
     p = torch.tensor([[[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [1.0, 0.0, 0.0]]])
     q = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]])
@@ -184,6 +194,9 @@ def test_an_impossible_draft_token_leaves_the_law_finite():
         ({"draft_probs": torch.rand(2, 3, 5)}, "needs draft_probs"),
         ({"draft_probs": None}, "needs draft_probs"),
         ({"lengths": torch.tensor([1, 9])}, "lengths must be"),
+        ({"target_probs": torch.rand(2, 4, 4)}, "target_probs must be probabilities"),
+        ({"draft_probs": torch.rand(2, 3, 4).log_softmax(-1)}, "draft_probs must be probabilities"),
+        ({"draft_probs": torch.full((2, 3, 4), torch.nan)}, "draft_probs must be probabilities"),
         ({"draft_tokens": torch.tensor([[0, 1, 2], [0, 1, 7]])}, "outside the vocabulary"),
         ({"draft_tokens": torch.zeros(3, dtype=torch.long)}, r"draft_tokens must be \[N, B\]"),
     ],

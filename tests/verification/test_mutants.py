@@ -121,8 +121,8 @@ def test_enumeration_catches_a_cut_that_looked_at_the_dropped_token(rule):
     assert error(wrong, toy("markov", seed=1)) > 2e-2
 
 
-def test_a_shared_stream_for_drafting_and_coins_is_biased_and_separate_ones_are_not():
-    """The draft token and its coin from one uniform: token verification then emits another law than p."""
+def test_one_draw_for_a_token_and_its_coin_is_biased():
+    """Why the streams are separate: token verification with the token's own uniform as its coin emits another law."""
     p, q = torch.tensor([0.3, 0.7], dtype=torch.float64), torch.tensor([0.6, 0.4], dtype=torch.float64)
     grid = (torch.arange(6000, dtype=torch.float64) + 0.5) / 6000
     tokens = (grid >= q[0]).long()

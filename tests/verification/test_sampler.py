@@ -68,6 +68,16 @@ def test_recovery_draws_do_not_move_the_coins():
     assert all(torch.equal(run().num_accepted, b) for b in before)
 
 
+def test_by_default_the_recovery_stream_is_spawned_and_not_the_coins_own():
+    """After one call the coin generator has moved by the coins and one seed, however many tokens were drawn."""
+    p, q, x = blocks_of(toy("markov"), 50)
+    used, expected = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    verify("block", p, q, x, generator=used)
+    torch.rand(x.shape, generator=expected, dtype=p.dtype)
+    torch.randint(2**62, (), generator=expected)
+    assert torch.equal(used.get_state(), expected.get_state())
+
+
 def test_spawned_streams_differ():
     parent = torch.Generator().manual_seed(0)
     first, second = (torch.rand(8, generator=spawn(parent, torch.device("cpu"))) for _ in range(2))

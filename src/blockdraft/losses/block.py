@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from blockdraft.losses.blocks import Blocks
+from blockdraft.losses.blocks import Blocks, finite_log
 from blockdraft.losses.objective import Objective, differentiate, register
 
 Form = Literal["linear", "log", "population"]
@@ -34,7 +34,7 @@ class BV(Objective):
     estimator: ``"integrated"`` (the paper's runs) or ``"sampled"``.
     beta: exponent of the power mean in the log form, 0 <= beta <= 1; see `Annealing`.
     summand_floor: lower bound of each log score when beta = 1, or None.
-    length_floor: lower bound of the summed score when beta = 1, or None.
+    length_floor: lower bound of a block's summed score in the log form when beta = 1, or None.
     ramp_floor: lower bound of each score when beta < 1, or None. The paper has
         1e-6 for DFlash and none for DSpark.
 
@@ -63,6 +63,9 @@ class BV(Objective):
             raise ValueError(f"bv: beta must lie in [0, 1], got {self.beta}")
         if self.form != "log" and self.beta != 1:
             raise ValueError(f"bv: beta belongs to the log form, not to {self.form!r}")
+        for field, floor in (("length_floor", self.length_floor), ("ramp_floor", self.ramp_floor)):
+            if floor is not None and not floor > 0:
+                raise ValueError(f"bv: {field} must be positive, or None for no floor, got {floor}")
 
     def sums(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         log_scores = blocks.log_integrated if self.estimator == "integrated" else blocks.log_sampled
@@ -76,8 +79,12 @@ class BV(Objective):
     def reduce(self, numerator: Tensor, denominator: Tensor) -> Tensor:
         if self.form != "population":
             return super().reduce(numerator, denominator)
-        accepted = numerator.clamp(min=self.length_floor or torch.finfo(numerator.dtype).tiny)
-        return torch.where(denominator > 0, denominator.clamp(min=1).log() - accepted.log(), 0)
+        return torch.where(denominator > 0, denominator.clamp(min=1).log() - finite_log(numerator), 0)
+
+    def gradient_scale(self, numerator: Tensor, denominator: Tensor) -> Tensor:
+        if self.form != "population":
+            return super().gradient_scale(numerator, denominator)
+        return torch.where(denominator > 0, -1 / numerator.clamp(min=torch.finfo(numerator.dtype).tiny), 0)
 
     def _block_log(self, log_scores: Tensor, blocks: Blocks) -> Tensor:
         """log L - log sum_i score_i."""
@@ -97,7 +104,7 @@ class BV(Objective):
         """
         if self.ramp_floor is not None:
             log_scores = log_scores.clamp(min=math.log(self.ramp_floor))
-        if self.beta == 0:
+        if self.beta < torch.finfo(log_scores.dtype).eps ** 2:  # the limit, to all digits
             return -blocks.mean_over_valid(log_scores)
         largest = torch.where(blocks.valid, log_scores.detach(), -math.inf).amax(-1, keepdim=True)
         largest = largest.clamp(min=torch.finfo(largest.dtype).min)

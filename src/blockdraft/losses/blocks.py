@@ -104,17 +104,18 @@ class Blocks:
     def log_state(self) -> Tensor:
         """log a_{i-1}, with a_i = min(1, a_{i-1} p_i/q_i) = a~_i / r_i   (eq. block_acceptance).
 
-        Bounded below at -80 (-600 in float64): S(a; p, q)/a has reached its limit there.
+        Bounded below at -40 (-300 in float64). Only S(a; p, q)/a is ever taken, which there differs from
+        its limit by no more than the target mass on tokens with q(v) < e^-40 p(v).
         """
-        lowest = -600.0 if self.log_r.dtype == torch.float64 else -80.0
+        lowest = -300.0 if self.log_r.dtype == torch.float64 else -40.0
         return _before(self.log_sampled - self.log_r).clamp(min=lowest)
 
     @cached_property
     def log_integrated(self) -> Tensor:
         """log abar_i, with abar_i = sum_v min(a~_{i-1} p_i(v), r_{i-1} q_i(v))   (eq. integrated_score).
 
-        Computed as a~_{i-1} S(a_{i-1}; p_i, q_i) / a_{i-1}, which never exceeds one
-        however large r_{i-1} is.
+        Computed as a~_{i-1} S(a_{i-1}; p_i, q_i) / a_{i-1}, which stays at most one, up to
+        rounding, however large r_{i-1} is.
         """
         return _before(self.log_sampled) + finite_log(self._overlaps[1]) - self.log_state
 
@@ -170,7 +171,9 @@ def check_labels(labels: Tensor, valid: Tensor | None, vocab_size: int) -> tuple
         raise ValueError(f"valid must be bool {list(labels.shape)}, got {valid.dtype} {list(valid.shape)}")
     elif bool((valid[:, 1:] & ~valid[:, :-1]).any()):
         raise ValueError("valid must be a contiguous prefix of every block: a position follows an invalid one")
-    labels = torch.where(valid, labels, 0)
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels must be token ids, got {labels.dtype}")
+    labels = torch.where(valid, labels, 0).long()
     if bool(((labels < 0) | (labels >= vocab_size)).any()):
         raise ValueError(f"a label at a valid position lies outside the vocabulary of {vocab_size}")
     return valid, labels

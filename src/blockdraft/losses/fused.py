@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.losses.blocks import Blocks
+from blockdraft.losses.blocks import Blocks, check_labels
 from blockdraft.losses.objective import Objective, Value
 from blockdraft.losses.rows import computing_dtype
 from blockdraft.losses.statistics import BlockStatistics, measure
@@ -63,16 +63,21 @@ def fused_linear_objective(
     else:
         target_hidden = target_head = None
     prev, w2 = markov if markov is not None else (None, None)
-    if prev is not None and w2 is not None:
+    if markov is not None:
+        if prev is None or w2 is None:
+            raise ValueError("markov must be (prev_embedding [N, B, r], w2 [V, r]); one of them is None")
         _check(prev, w2, labels, "markov")
         _check_vocabulary(draft_head, w2)
+    check_labels(labels, valid, draft_head.shape[0])
     if chunk_blocks is not None and chunk_blocks < 1:
         raise ValueError(f"chunk_blocks must be at least 1, got {chunk_blocks}")
-    batch = _Batch(objective, target_hidden, target_head, labels, valid, chunk_blocks, stats)
-    total, numerator, denominator = _FusedLinear.apply(draft_hidden, draft_head, prev, w2, batch)
-    weight = denominator.sum()
-    per_block = objective.reduce(numerator, denominator)
-    return Value(objective.reduce(total, weight), total, weight, per_block, batch.statistics)
+    trains = tuple(
+        torch.is_grad_enabled() and t is not None and t.requires_grad for t in (draft_hidden, draft_head, prev, w2)
+    )
+    batch = _Batch(objective, target_hidden, target_head, labels, valid, chunk_blocks, stats, trains)
+    with torch.autocast(draft_head.device.type, enabled=False):
+        total, numerator, denominator = _FusedLinear.apply(draft_hidden, draft_head, prev, w2, batch)
+    return objective.value(numerator, denominator, total, batch.statistics)
 
 
 @dataclass
@@ -86,6 +91,7 @@ class _Batch:
     valid: Tensor | None
     chunk_blocks: int | None
     stats: bool
+    trains: tuple[bool, ...]
     statistics: BlockStatistics | None = None
 
     def chunks(self, vocab_size: int, itemsize: int) -> list[slice]:
@@ -100,10 +106,11 @@ class _Batch:
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, prev: Tensor | None, w2: Tensor | None, batch: _Batch) -> Any:
-        draft = _Product(hidden, head, batch.valid, *ctx.needs_input_grad[0:2])
+        draft = _Product(hidden, head, batch.valid, *batch.trains[0:2])
         products = [draft]
         if prev is not None and w2 is not None:
-            products.append(_Product(prev, w2, batch.valid, *ctx.needs_input_grad[2:4]))
+            products.append(_Product(prev, w2, batch.valid, *batch.trains[2:4]))
+        bias_heads = [bias.head.to(head.dtype).t() for bias in products[1:]]
         target = None
         if batch.target_hidden is not None and batch.target_head is not None:
             target = _Product(batch.target_hidden, batch.target_head, batch.valid)
@@ -114,8 +121,8 @@ class _FusedLinear(torch.autograd.Function):
         sums, statistics = [], []
         for chunk in chunks:
             draft_logits = draft.logits(chunk, draft_buffer)
-            for bias in products[1:]:
-                draft_logits.addmm_(bias.rows(chunk).to(head.dtype), bias.head.to(head.dtype).t())
+            for bias, bias_head in zip(products[1:], bias_heads, strict=True):
+                draft_logits.addmm_(bias.rows(chunk).to(head.dtype), bias_head)
             target_logits = None
             if target is not None and target_buffer is not None:
                 target_logits = target.logits(chunk, target_buffer)
@@ -125,13 +132,14 @@ class _FusedLinear(torch.autograd.Function):
             sums.append(torch.stack([numerator.detach(), denominator.detach()]))
             if batch.stats:
                 statistics.append(measure(blocks))
-            if any(ctx.needs_input_grad):
-                coefficients = blocks.rows.coefficients([numerator], [torch.ones_like(numerator)])
-                gradient = blocks.rows.draft_gradient(coefficients)
+            if any(batch.trains):
+                gradient = blocks.rows.draft_gradient([numerator], [torch.ones_like(numerator)])
                 for product in products:
                     product.accumulate(gradient, chunk)
         batch.statistics = functools.reduce(operator.add, statistics) if statistics else _no_statistics(batch, head)
-        ctx.gradients = [g for product in products for g in product.gradients()]
+        gradients = [g for product in products for g in (product.hidden_gradient, product.head_gradient)]
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [hidden.dtype, head.dtype, *(t.dtype for t in (prev, w2) if t is not None)]
         empty = torch.zeros(2, 0, dtype=computing_dtype(head.dtype), device=head.device)
         numerators, denominators = torch.cat([empty, *sums], 1)
         ctx.mark_non_differentiable(numerators, denominators)
@@ -140,12 +148,13 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.gradients]
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        scaled = [None if g is None else (g * grad).to(dtype) for g, dtype in gradients]
         return (*scaled, *[None] * (5 - len(scaled)))
 
 
 class _Product:
-    """``logits = hidden @ head.T`` and the way back, a chunk of blocks at a time.
+    """``logits = hidden @ head.T`` and the way back, a chunk of blocks at a time, gradients in the computing dtype.
 
     Hidden states at invalid positions are zeroed, so that nothing there reaches a head's gradient.
     """
@@ -160,7 +169,7 @@ class _Product:
     ) -> None:
         self.hidden = hidden if valid is None else torch.where(valid.unsqueeze(-1), hidden, 0)
         self.head = head
-        self.hidden_gradient = torch.empty_like(hidden) if hidden_trains else None
+        self.hidden_gradient = torch.empty_like(hidden, dtype=computing_dtype(head.dtype)) if hidden_trains else None
         self.head_gradient = torch.zeros_like(head, dtype=computing_dtype(head.dtype)) if head_trains else None
 
     def rows(self, chunk: slice) -> Tensor:
@@ -185,11 +194,6 @@ class _Product:
                 self.head_gradient.addmm_(gradient.t(), self.rows(chunk))
             else:
                 self.head_gradient.add_(gradient.t() @ self.rows(chunk))
-
-    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of the hidden states and of the head, in their own dtypes; None where they do not train."""
-        head_gradient = self.head_gradient
-        return self.hidden_gradient, None if head_gradient is None else head_gradient.to(self.head.dtype)
 
 
 def _blocks(draft_logits: Tensor, target_logits: Tensor | None, batch: _Batch, chunk: slice) -> Blocks:

@@ -168,22 +168,14 @@ class Rows:
         """The draft's and the target's most probable tokens, ``[R]`` each."""
         return _first_argmax(self.draft_log_probs), _first_argmax(self.target_log_probs)
 
-    def coefficients(self, outputs: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
-        """What each term's leaf receives when ``grads`` flow into the small tensors ``outputs``."""
-        leaves = [term.leaf for term in self._terms]
-        if self._full_leaf is not None:
-            leaves.append(self._full_leaf)
-        reachable = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-        if not leaves or not reachable:
-            return [None] * len(leaves)
-        outs, gs = zip(*reachable, strict=True)
-        return list(torch.autograd.grad(outs, leaves, gs, retain_graph=True, allow_unused=True))
-
     @torch.no_grad()
-    def draft_gradient(self, coefficients: list[Tensor | None]) -> Tensor:
-        """The gradient ``[R, V]`` of the draft logits; overwriting, it takes the place of their log-probabilities."""
-        terms = [(t, c) for t, c in zip(self._terms, coefficients, strict=False) if c is not None]
-        full = coefficients[-1] if self._full_leaf is not None else None
+    def draft_gradient(self, outputs: list[Tensor], grads: list[Tensor]) -> Tensor:
+        """The gradient ``[R, V]`` of the draft logits when ``grads`` flow into the small tensors ``outputs``.
+
+        Overwriting, it takes the place of the draft log-probabilities.
+        """
+        coefficients, full = self._coefficients(outputs, grads)
+        terms = [(t, c) for t, c in zip(self._terms, coefficients, strict=True) if c is not None]
         result = self.draft_log_probs if self._overwrite else torch.empty_like(self.draft_log_probs)
         for rows, (q, out, *free) in self._tiles(5):
             tile = _Tile(rows, torch.exp(self.draft_log_probs[rows], out=q), out.zero_(), free)
@@ -194,6 +186,16 @@ class Rows:
                 out.add_(direct).addcmul_(q, direct.sum(-1, keepdim=True), value=-1)
             result[rows] = out
         return result
+
+    def _coefficients(self, outputs: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor | None], Tensor | None]:
+        """What autograd finds at each term's leaf, and at the full log-probabilities if they were asked for."""
+        leaves = [term.leaf for term in self._terms] + ([] if self._full_leaf is None else [self._full_leaf])
+        reachable = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+        found: list[Tensor | None] = [None] * len(leaves)
+        if leaves and reachable:
+            outs, gs = zip(*reachable, strict=True)
+            found = list(torch.autograd.grad(outs, leaves, gs, retain_graph=True, allow_unused=True))
+        return (found, None) if self._full_leaf is None else (found[:-1], found[-1])
 
     def _term(self, value: Tensor, add_gradient: Callable[[_Tile, Tensor], None]) -> Tensor:
         leaf = torch.zeros(self.num_rows, dtype=value.dtype, device=value.device, requires_grad=True)
@@ -222,11 +224,13 @@ class Rows:
         logits = logits.detach()
         in_place = self._overwrite and logits.dtype == self._dtype
         result = logits if in_place else torch.empty_like(logits, dtype=self._dtype)
-        for rows, (given, tile) in self._tiles(2):
-            given.copy_(logits[rows])
+        for rows, (tile, scratch) in self._tiles(2):
+            tile.copy_(logits[rows])
             if self.temperature != 1:
-                given.div_(self.temperature)
-            torch.log_softmax(given, -1, out=tile)
+                tile.div_(self.temperature)
+            tile.sub_(tile.amax(-1, keepdim=True))
+            # sum() adds pairwise; over 150,000 terms in float32 that is worth a digit over torch.log_softmax
+            tile.sub_(torch.exp(tile, out=scratch).sum(-1, keepdim=True).log_())
             if self._invalid is not None:
                 tile.masked_fill_(self._invalid[rows], -math.log(self.vocab_size))
             result[rows] = tile

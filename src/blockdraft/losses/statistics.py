@@ -36,8 +36,13 @@ class BlockStatistics:
         return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def retention(self, rule: str) -> Tensor:
-        """``[B]`` Pr(num_accepted >= i) over all blocks, under ``"greedy"``, ``"token"`` or ``"block"``."""
+        """``[B]`` Pr(num_accepted >= i) over all blocks, under ``"greedy"``, ``"token"`` or ``"block"``.
+
+        A block cut to L positions counts as one that could not keep more than L.
+        """
         sums: dict[str, Tensor] = {"greedy": self.greedy, "token": self.token, "block": self.block}
+        if rule not in sums:
+            raise ValueError(f"unknown verification rule {rule!r} (known: {', '.join(sums)})")
         return sums[rule] / self.num_blocks.clamp(min=1)
 
     def expected_length(self, rule: str) -> Tensor:

@@ -89,7 +89,8 @@ def coins(rule: Rule, blocks: Drafted) -> Coins:
         return Coins(torch.where(inside, ratio.clamp(max=1), 0), one, last_success=False)
     state = acceptance_states(ratio)
     a = state[:, 1:]
-    residual = (a[:, :-1] - overlap(a[:, :-1], p[:, 1:-1], q[:, 1:])).clamp(min=0)
+    # a sum(p) - S is sum max(a p - q, 0) also where rounding keeps the probabilities from summing to one
+    residual = (a[:, :-1] * p[:, 1:-1].sum(-1) - overlap(a[:, :-1], p[:, 1:-1], q[:, 1:])).clamp(min=0)
     threshold = a.clone()
     threshold[:, :-1] = _share(residual, residual + 1 - a[:, :-1])
     is_end = torch.arange(1, a.shape[1] + 1, device=p.device) == blocks.lengths[:, None]
@@ -194,5 +195,9 @@ def drafted(
     tokens = torch.where(inside, draft_tokens, 0)
     if bool(((tokens < 0) | (tokens >= vocab_size)).any()):
         raise ValueError(f"a draft token lies outside the vocabulary of {vocab_size}")
+    kept_rows = torch.arange(block_size + 1, device=target_probs.device) <= lengths[:, None]
+    for name, probs, kept in (("target_probs", target_probs, kept_rows), ("draft_probs", draft_probs, inside)):
+        if not bool(((probs.sum(-1, dtype=torch.float32) - 1).abs() < 0.02)[kept].all()):
+            raise ValueError(f"{name} must be probabilities: a row does not sum to one")
     dtype = torch.float64 if target_probs.dtype == torch.float64 else torch.float32
     return Drafted(target_probs.to(dtype), draft_probs.to(dtype), tokens, lengths.long(), inside)
