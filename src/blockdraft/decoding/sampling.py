@@ -1,0 +1,59 @@
+"""The target's law at decoding: temperature, top-k, top-p; and separate random streams."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What is sampled from. Verification is lossless for this very law.
+
+    temperature: 0 is greedy.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the smallest set of tokens whose probability reaches p; 1 keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"temperature and top_k must not be negative and top_p must lie in (0, 1]: "
+                f"{self.temperature}, {self.top_k}, {self.top_p}"
+            )
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """``[..., V]`` probabilities in float32."""
+        if self.temperature == 0:
+            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        logits = logits.float() / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            lowest = logits.topk(self.top_k, -1).values[..., -1:]
+            logits = logits.masked_fill(logits < lowest, -torch.inf)
+        probs = logits.softmax(-1)
+        if self.top_p < 1:
+            ordered, order = probs.sort(-1, descending=True)
+            before = ordered.cumsum(-1) - ordered
+            ordered = ordered.masked_fill(before >= self.top_p, 0)
+            probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Separate generators for drafting, coins and recovery tokens, all from one seed."""
+
+    draft: Generator
+    coins: Generator
+    recovery: Generator
+
+    @classmethod
+    def from_seed(cls, seed: int, device: torch.device) -> "Streams":
+        root = Generator().manual_seed(seed)
+        seeds = torch.randint(2**62, (3,), generator=root).tolist()
+        return cls(*(Generator(device).manual_seed(s) for s in seeds))

@@ -1,0 +1,138 @@
+"""The backbone that DFlash and DSpark share: Qwen3-style layers over a block, with the target's features as context.
+
+Each layer takes keys and values from ``[context ; block]`` through the same
+projections, queries from the block alone. The context, ``hidden_norm(fc(features))``,
+is computed once for all layers and does not pass through their input norm.
+Tensor names are those of the published checkpoints.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from blockdraft.drafters.config import DrafterConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Rotary:
+    """cos and sin of rotary positions, ``[..., d]`` for positions ``[...]``."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.frequencies = 1.0 / config.rope_theta**exponents
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = positions.unsqueeze(-1).float() * self.frequencies.to(positions.device)
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate ``[N, heads, T, d]`` by cos and sin ``[N, T, d]``."""
+    cos, sin = (part.unsqueeze(1) for part in rotary)
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+class Attention(nn.Module):
+    """Projections and head norms; how blocks attend is given from outside."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """``[N, heads, T, d]``."""
+        return rotate(self.q_norm(self._heads(self.q_proj(x))), rotary)
+
+    def keys_and_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """``[N, kv_heads, T, d]`` each; for the block and for the context alike."""
+        return rotate(self.k_norm(self._heads(self.k_proj(x))), rotary), self._heads(self.v_proj(x))
+
+    def output(self, attended: Tensor) -> Tensor:
+        """``[N, heads, T, d]`` -> ``[N, T, H]``."""
+        projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return projected
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return projected
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP on the block's stream."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def context(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of the context ``[N, T, H]``, which passes no norm of the layer."""
+        return self.self_attn.keys_and_values(context, rotary)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        """``[A, S, H]`` -> ``[A, S, H]``, given the context's keys and values."""
+        normed = self.input_layernorm(x)
+        k, v = self.self_attn.keys_and_values(normed, rotary)
+        attended = attend(self.self_attn.queries(normed, rotary), k, v, *context)
+        x = x + self.self_attn.output(attended)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class ContextCache:
+    """Keys and values of the context, layer by layer, in storage allocated once.
+
+    A block's own keys and values are written right behind the context and
+    overwritten by whatever comes next: they are never part of the cache.
+    """
+
+    def __init__(self, config: DrafterConfig, capacity: int, like: Tensor) -> None:
+        room = capacity + config.num_slots
+        shape = (config.num_layers, 2, 1, config.num_kv_heads, room, config.head_dim)
+        self.storage = torch.empty(shape, dtype=like.dtype, device=like.device)
+        self.capacity = capacity
+        self.length = 0
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Put keys and values ``[1, kv_heads, T, d]`` behind the context; `length` stays as it is."""
+        end = self.length + k.shape[2]
+        self.storage[layer, 0, :, :, self.length : end] = k
+        self.storage[layer, 1, :, :, self.length : end] = v
+
+    def attend(self, layer: int) -> Attend:
+        """Attention of one block to all of the context and to itself."""
+
+        def run(q: Tensor, k: Tensor, v: Tensor, _context_k: Tensor, _context_v: Tensor) -> Tensor:
+            self.write(layer, k, v)
+            keys, values = self.storage[layer, :, :, :, : self.length + k.shape[2]]
+            return scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+        return run

@@ -1,0 +1,69 @@
+"""Drafters on disk: ``config.json`` and ``model.safetensors``, every name and shape checked."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from blockdraft.drafters.config import DrafterConfig
+from blockdraft.drafters.drafter import Drafter, build_drafter
+from blockdraft.targets import Target
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+class CheckpointError(ValueError):
+    """A folder that is not a drafter for this target, with the reason."""
+
+
+def save_drafter(drafter: Drafter, folder: str | Path) -> None:
+    """Write config and weights; each file appears whole or not at all."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in drafter.state_dict().items()}
+    unfinished = folder / f"{WEIGHTS}.unfinished"
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.replace(folder / WEIGHTS)
+    unfinished = folder / f"{CONFIG}.unfinished"
+    unfinished.write_text(json.dumps(drafter.config.to_dict(), indent=2) + "\n")
+    unfinished.replace(folder / CONFIG)
+
+
+def load_drafter(folder: str | Path, target: Target) -> Drafter:
+    """Load a drafter for ``target``, on its device, in evaluation mode."""
+    folder = Path(folder)
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: no {name}; a drafter's folder holds {CONFIG} and {WEIGHTS}")
+    try:
+        config = DrafterConfig.from_dict(json.loads((folder / CONFIG).read_text()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    _check_target(config, target, folder)
+    drafter = build_drafter(config)
+    tensors = load_file(folder / WEIGHTS)
+    _check_tensors(drafter, {name: tuple(t.shape) for name, t in tensors.items()}, folder)
+    drafter.load_state_dict(tensors)
+    return drafter.to(target.device).eval()
+
+
+def _check_target(config: DrafterConfig, target: Target, folder: Path) -> None:
+    for what, ours, its in (
+        ("width", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+        ("number of layers", config.num_target_layers, target.num_layers),
+    ):
+        if ours != its:
+            raise CheckpointError(f"{folder}: made for a target whose {what} is {ours}; that of {target.name} is {its}")
+
+
+def _check_tensors(drafter: Drafter, found: dict[str, tuple[int, ...]], folder: Path) -> None:
+    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    shapes = [
+        f"{n} is {found[n]}, not {wanted[n]}" for n in sorted(wanted.keys() & found.keys()) if found[n] != wanted[n]
+    ]
+    if missing or unexpected or shapes:
+        problems = [f"missing {n}" for n in missing] + [f"unexpected {n}" for n in unexpected] + shapes
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise CheckpointError(f"{folder}: {shown}")

@@ -1,0 +1,200 @@
+"""Drafters: the shared backbone, and two final classes on top of it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+
+from blockdraft.drafters.attention import Anchors, BlockAttention, FlexAttention, GroupedAttention
+from blockdraft.drafters.backbone import ContextCache, Layer, Rotary
+from blockdraft.drafters.config import DrafterConfig, SlotLayout
+from blockdraft.drafters.heads import ConfidenceHead, MarkovHead
+from blockdraft.targets import Target
+
+MakeAttention = Callable[[Anchors, int, int, int], BlockAttention]
+"""(anchors, num_slots, num_rows, context_length) -> how the blocks attend."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A drafted block: tokens ``[1, B]``, and q ``[1, B, V]``, exactly the laws they were sampled from."""
+
+    tokens: Tensor
+    probs: Tensor
+
+
+class Drafter(nn.Module, ABC):
+    """A block drafter. It has no embedding and no head of its own: the target's are given, and frozen."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layers) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = Rotary(config)
+
+    # Training: many blocks at once
+
+    def forward(
+        self,
+        features: Tensor,
+        anchor_tokens: Tensor,
+        anchors: Anchors,
+        target: Target,
+        make_attention: MakeAttention | None = None,
+    ) -> Tensor:
+        """Hidden states of the B predictions of each of A blocks.
+
+        Args:
+            features: ``[N, T, K * H]`` of the target, rows padded or packed as the caller likes.
+            anchor_tokens: ``[A]`` the committed token each block starts from.
+            anchors: where the blocks stand.
+            target: for its embedding.
+            make_attention: how to attend; by default SDPA on a CPU and flex attention on a GPU.
+
+        Returns:
+            ``[A, B, H]``; entry i predicts token ``position + 1 + i`` of the block's row.
+        """
+        num_rows, length = features.shape[:2]
+        context = self.hidden_norm(self.fc(features))
+        steps = torch.arange(length, device=features.device).expand(num_rows, -1)
+        starts = self._row_positions(anchors, steps)
+        context_rotary = self.rotary(starts, context.dtype)
+        x = self._slots(anchor_tokens, target, context.dtype)
+        slots = torch.arange(self.config.num_slots, device=x.device)
+        rotary = self.rotary((anchors.position - anchors.start)[:, None] + slots, x.dtype)
+        attend = (make_attention or default_attention)(anchors, self.config.num_slots, num_rows, length)
+        for layer in self._layers():
+            x = layer(x, rotary, layer.context(context, context_rotary), attend)
+        return self._predictions(self.norm(x))
+
+    def markov(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor] | None:
+        """DSpark's ``(prev_embedding [A, B, r], w2 [V, r])`` for the fused objective; None for DFlash."""
+        del hidden, previous
+        return None
+
+    # Drafting: one block, with a cache
+
+    def new_cache(self, capacity: int) -> ContextCache:
+        """An empty context cache for texts of up to ``capacity`` tokens."""
+        return ContextCache(self.config, capacity, self.fc.weight)
+
+    @torch.no_grad()
+    def extend(self, cache: ContextCache, features: Tensor) -> None:
+        """Append the features ``[1, T, K * H]`` of newly committed tokens."""
+        context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        positions = cache.length + torch.arange(features.shape[1], device=features.device)
+        rotary = self.rotary(positions[None], context.dtype)
+        for i, layer in enumerate(self._layers()):
+            cache.write(i, *layer.context(context, rotary))
+        cache.length += features.shape[1]
+
+    @torch.no_grad()
+    def propose(
+        self, cache: ContextCache, anchor: int, target: Target, temperature: float, generator: Generator | None = None
+    ) -> Proposal:
+        """Draft one block after ``anchor``, the token at position ``cache.length``; temperature 0 takes the argmax."""
+        x = self._slots(torch.tensor([anchor], device=target.device), target, self.fc.weight.dtype)
+        positions = cache.length + torch.arange(self.config.num_slots, device=x.device)
+        rotary = self.rotary(positions[None], x.dtype)
+        for i, layer in enumerate(self._layers()):
+            x = layer(x, rotary, (x, x), cache.attend(i))
+        return self._draft(self._predictions(self.norm(x)), anchor, target, temperature, generator)
+
+    @abstractmethod
+    def _draft(
+        self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
+    ) -> Proposal:
+        """Sample the block from its hidden states ``[1, B, H]``."""
+
+    def _slots(self, anchor_tokens: Tensor, target: Target, dtype: torch.dtype) -> Tensor:
+        """``[A, S, H]`` embeddings of ``[anchor, MASK, MASK, ..]``."""
+        tokens = torch.full(
+            (len(anchor_tokens), self.config.num_slots), self.config.mask_token_id, device=target.device
+        )
+        tokens[:, 0] = anchor_tokens
+        return target.embed(tokens).to(dtype)
+
+    def _layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    def _predictions(self, hidden: Tensor) -> Tensor:
+        """``[A, B, H]``: the slots that predict something, in order."""
+        return hidden[:, 1:] if self.config.slot_layout is SlotLayout.FILL_IN else hidden
+
+    @staticmethod
+    def _row_positions(anchors: Anchors, steps: Tensor) -> Tensor:
+        """``[N, T]`` rotary positions of the context, counted from the start of the sequence a position belongs to."""
+        begins = torch.zeros_like(steps)
+        begins.index_put_((anchors.row, anchors.start), anchors.start)
+        return steps - begins.cummax(-1).values
+
+
+class DFlash(Drafter):
+    """All positions at once, independent of each other given the context."""
+
+    def _draft(
+        self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
+    ) -> Proposal:
+        del anchor
+        probs = draft_law(target.logits(hidden.to(target.dtype)), temperature)
+        tokens = torch.multinomial(probs[0], 1, generator=generator).T
+        return Proposal(tokens, probs)
+
+
+class DSpark(Drafter):
+    """One backbone pass, then a short left-to-right loop through the Markov head."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        self.markov_head = MarkovHead(config)
+        if config.confidence_head:
+            self.confidence_head = ConfidenceHead(config)
+
+    def markov(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self.markov_head(hidden, previous), self.markov_head.markov_w2.weight
+
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """``[A, B]`` logits of the confidence head along known tokens."""
+        if not self.config.confidence_head:
+            raise ValueError("this drafter has no confidence head")
+        logits: Tensor = self.confidence_head(hidden, self.markov_head.markov_w1(previous))
+        return logits
+
+    def _draft(
+        self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
+    ) -> Proposal:
+        base = target.logits(hidden.to(target.dtype))[0].float()
+        previous = torch.tensor([anchor], device=hidden.device)
+        state = self.markov_head.initial_state(hidden)
+        tokens, laws = [], []
+        for k in range(self.config.num_proposals):
+            embedded, state = self.markov_head.step(hidden[:, k], previous, state)
+            law = draft_law(base[k : k + 1] + self.markov_head.markov_w2(embedded).float(), temperature)
+            previous = torch.multinomial(law, 1, generator=generator).squeeze(1)
+            tokens.append(previous)
+            laws.append(law)
+        return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1))
+
+
+def draft_law(logits: Tensor, temperature: float) -> Tensor:
+    """q from logits ``[..., V]`` in float32; temperature 0 is one-hot at the argmax."""
+    if temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    return (logits.float() / temperature).softmax(-1)
+
+
+def default_attention(anchors: Anchors, num_slots: int, num_rows: int, context_length: int) -> BlockAttention:
+    """SDPA over groups of blocks on a CPU, flex attention elsewhere."""
+    if anchors.row.device.type == "cpu":
+        return GroupedAttention(anchors, num_slots, context_length)
+    return FlexAttention(anchors, num_slots, num_rows, context_length)
+
+
+def build_drafter(config: DrafterConfig) -> Drafter:
+    """A drafter with fresh weights."""
+    return DFlash(config) if config.kind == "dflash" else DSpark(config)

@@ -1,0 +1,218 @@
+"""A frozen language model, seen the way a drafter needs it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from blockdraft.targets.cache import KVCache
+
+Message = dict[str, str]
+"""``{"role": "user", "content": "..."}``."""
+
+
+class UnsupportedTargetError(ValueError):
+    """A model this project cannot draft for, with the reason."""
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """One pass of the target over N sequences of T tokens.
+
+    hidden: ``[N, T, H]`` after the final norm; the head's input.
+    features: ``[N, T, K * H]`` outputs of the K chosen decoder layers, side by side; None if none were chosen.
+    """
+
+    hidden: Tensor
+    features: Tensor | None
+
+
+class Target:
+    """A causal language model in evaluation mode, without gradients, and its tokenizer.
+
+    Feature of layer l is the output of decoder layer l before the final norm
+    (``hidden_states[l + 1]`` in transformers). The last layer has none: what
+    transformers calls its hidden state is already normalised.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        mask_token_id: int | None = None,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config
+        _refuse_unsupported(model, name)
+        self.num_layers: int = self.config.num_hidden_layers
+        self.hidden_size: int = self.config.hidden_size
+        self.head = _weight(model.get_output_embeddings())
+        self.embedding = _weight(model.get_input_embeddings())
+        self.vocab_size = self.head.shape[0]
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self._given_mask = mask_token_id
+        self._features: dict[int, Tensor] = {}
+        self._refuse_unfaithful()
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.dtype
+
+    @property
+    def mask_token_id(self) -> int:
+        """The row of the embedding that stands for a token to be drafted."""
+        return find_mask_token(self)
+
+    def feature_layers(self, num_features: int) -> tuple[int, ...]:
+        """DFlash's choice for K features of T layers: ``round(1 + i (T - 4) / (K - 1))``, or ``T // 2`` for one."""
+        if num_features == 1:
+            return (self.num_layers // 2,)
+        step = (self.num_layers - 4) / (num_features - 1)
+        layers = tuple(round(1 + i * step) for i in range(num_features))
+        if num_features < 1 or len(set(layers)) < num_features or layers[-1] > self.num_layers - 2:
+            raise UnsupportedTargetError(
+                f"{self.name}: {self.num_layers} layers are too few for {num_features} features"
+            )
+        return layers
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for texts of up to ``capacity`` tokens."""
+        return KVCache(self.num_layers, capacity)
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, layers: Sequence[int] = ()) -> TargetOutput:
+        """Run over ``[N, T]`` tokens that follow what the cache holds, if there is one."""
+        for layer in layers:
+            if not 0 <= layer < self.num_layers - 1:
+                raise ValueError(f"{self.name} has features of layers 0 to {self.num_layers - 2}, not of {layer}")
+        decoder = self.model.model
+        hooks = [decoder.layers[layer].register_forward_hook(self._keep(layer)) for layer in layers]
+        try:
+            hidden = decoder(input_ids=tokens, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+            features = torch.cat([self._features[layer] for layer in layers], -1) if layers else None
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._features.clear()
+        return TargetOutput(hidden, features)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[..., V]`` from hidden states after the final norm."""
+        return torch.nn.functional.linear(hidden, self.head)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """``[..., H]`` input embeddings."""
+        return torch.nn.functional.embedding(tokens, self.embedding)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation under the model's chat template, thinking off."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise UnsupportedTargetError(f"{self.name} has no chat template; give token ids instead of messages")
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=False
+        )
+        return self.encode(str(text))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text; nothing is added."""
+        if self.tokenizer is None:
+            raise UnsupportedTargetError(f"{self.name} has no tokenizer")
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        if self.tokenizer is None:
+            raise UnsupportedTargetError(f"{self.name} has no tokenizer")
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def save(self, folder: str | Path) -> None:
+        """Write an ordinary Hugging Face folder, for engines that want one."""
+        self.model.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    def _keep(self, layer: int) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            self._features[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def _refuse_unfaithful(self) -> None:
+        """Head times hidden state must be the model's own logits: some families scale or cap them."""
+        probe = torch.arange(4, device=self.device)[None] % self.vocab_size
+        with torch.no_grad():
+            expected = self.model(probe).logits
+        ours = self.logits(self.forward(probe).hidden)
+        if not torch.allclose(ours.float(), expected.float(), atol=1e-3, rtol=1e-2):
+            raise UnsupportedTargetError(
+                f"{self.name}: its logits are not its head times its last hidden state, "
+                "so a drafter that shares the head cannot be trained for it"
+            )
+
+
+MASK_TOKENS = {"qwen3": 151_669}
+"""Rows that a family's embedding has beyond its tokenizer, used as the mask token by published drafters."""
+
+
+def find_mask_token(target: Target) -> int:
+    """The mask token given, else the tokenizer's, else the family's; refused if it cannot be one."""
+    given = target._given_mask
+    if given is None and target.tokenizer is not None:
+        given = target.tokenizer.mask_token_id
+    if given is None:
+        given = MASK_TOKENS.get(target.config.model_type)
+    if given is None:
+        raise UnsupportedTargetError(
+            f"{target.name}: no mask token is known for {target.config.model_type!r}; "
+            "give mask_token_id, the id of a token that never occurs in text"
+        )
+    if not 0 <= given < target.embedding.shape[0]:
+        raise UnsupportedTargetError(
+            f"{target.name}: mask token {given} has no row in an embedding of {target.embedding.shape[0]}"
+        )
+    pad = None if target.tokenizer is None else target.tokenizer.pad_token_id
+    if given in target.eos_ids or given == pad:
+        raise UnsupportedTargetError(
+            f"{target.name}: token {given} is the padding or end token; choose another mask token"
+        )
+    return given
+
+
+def _refuse_unsupported(model: PreTrainedModel, name: str) -> None:
+    decoder = getattr(model, "model", None)
+    if not all(hasattr(decoder, part) for part in ("layers", "norm")):
+        raise UnsupportedTargetError(f"{name}: {type(model).__name__} has no decoder with `layers` and a final `norm`")
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise UnsupportedTargetError(
+            f"{name}: layers of type {', '.join(sorted(kinds))} cannot be rolled back by length"
+        )
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise UnsupportedTargetError(f"{name}: the output head must be a plain matrix without bias")
+
+
+def _weight(module: Any) -> Tensor:
+    weight: Tensor = module.weight
+    return weight
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in (model.config, getattr(model, "generation_config", None), tokenizer):
+        eos = getattr(source, "eos_token_id", None)
+        ids.update([eos] if isinstance(eos, int) else eos or [])
+    return frozenset(ids)

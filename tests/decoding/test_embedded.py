@@ -1,0 +1,41 @@
+"""The embedded targets, end to end: greedy speculative text is greedy text, whatever the drafter."""
+
+import functools
+
+import pytest
+import torch
+
+from blockdraft.decoding import generate
+from blockdraft.drafters import DrafterConfig, build_drafter
+from blockdraft.targets import Target, load_target
+from blockdraft.targets.loading import EMBEDDED
+
+
+@functools.cache
+def embedded(name) -> Target:
+    return load_target(name)
+
+
+@pytest.mark.parametrize("name", [name for name in EMBEDDED if name != "pocket"])
+def test_greedy_text_is_that_of_transformers_with_and_without_a_drafter(name):
+    target = embedded(name)
+    ids = target.render([{"role": "user", "content": "What is a river?"}])
+    tokens = torch.tensor([ids])
+    theirs = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=20)
+    plain = generate(target, None, ids, rule="greedy", max_new_tokens=20)
+    assert plain.tokens == theirs[0, len(ids) :].tolist()
+    torch.manual_seed(0)
+    for kind in ("dflash", "dspark"):
+        config = DrafterConfig.for_target(kind, target, num_layers=1, num_proposals=5, num_features=2)
+        drafter = build_drafter(config).eval()
+        assert generate(target, drafter, ids, rule="greedy", max_new_tokens=20).tokens == plain.tokens
+
+
+def test_smollm2_can_be_written_as_an_ordinary_folder(tmp_path):
+    target = embedded("smollm2")
+    target.save(tmp_path)
+    again = load_target(tmp_path, mask_token_id=target.mask_token_id)
+    tokens = torch.tensor([[1, 50, 60, 70]])
+    torch.testing.assert_close(again.forward(tokens).hidden, target.forward(tokens).hidden)
+    assert again.eos_ids == target.eos_ids
+    assert again.render([{"role": "user", "content": "Hi"}]) == target.render([{"role": "user", "content": "Hi"}])

@@ -1,0 +1,326 @@
+"""The training forward, three ways and from scratch; who sees what; drafting with a cache."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from blockdraft.drafters import (
+    Anchors,
+    CheckpointError,
+    DrafterConfig,
+    FlexAttention,
+    GroupedAttention,
+    ReferenceAttention,
+    SlotLayout,
+    build_drafter,
+    load_drafter,
+    save_drafter,
+)
+from blockdraft.losses import fused_linear_objective, objective
+
+from tiny import tiny_drafter, tiny_target
+
+KINDS = ["dflash", "dspark"]
+
+
+def reference(anchors, *_):
+    return ReferenceAttention(anchors)
+
+
+def flex(anchors, num_slots, num_rows, length):
+    return FlexAttention(anchors, num_slots, num_rows, length)
+
+
+def grouped(size):
+    return lambda anchors, num_slots, _, length: GroupedAttention(anchors, num_slots, length, size)
+
+
+def scene(kind="dflash", *, packed=False, **changes):
+    """A target, a drafter, features of two rows, and blocks at odd places, two of them at the same one."""
+    target = tiny_target()
+    drafter = tiny_drafter(kind, target, **changes)
+    tokens = torch.randint(5, 40, (2, 13), generator=torch.Generator().manual_seed(3))
+    features = target.forward(tokens, layers=drafter.config.target_layers).features
+    row, position = torch.tensor([1, 0, 1, 1, 0, 1, 1]), torch.tensor([4, 9, 4, 11, 7, 1, 12])
+    start = torch.tensor([0, 6, 0, 6, 6, 0, 6]) if packed else None
+    return target, drafter, tokens, features, Anchors.of(row, position, start)
+
+
+def run(drafter, target, tokens, features, anchors, make_attention=None):
+    return drafter(features, tokens[anchors.row, anchors.position], anchors, target, make_attention)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_grouped_attention_gives_the_numbers_of_the_reference(size, kind, packed):
+    target, drafter, tokens, features, anchors = scene(kind, packed=packed)
+    results = []
+    for way in (reference, grouped(size)):
+        drafter.zero_grad()
+        hidden = run(drafter, target, tokens, features, anchors, way)
+        (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)).sum().backward()
+        gradients = [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
+        results.append([hidden.detach(), *gradients])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_flex_attention_gives_the_numbers_of_the_reference(kind, packed):
+    """Forward only: PyTorch has no backward of flex attention on a CPU."""
+    target, drafter, tokens, features, anchors = scene(kind, packed=packed)
+    expected, got = (run(drafter, target, tokens, features, anchors, way) for way in (reference, flex))
+    torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-7)
+
+
+def slow_forward(drafter, target, feature_rows, anchor_token, position):
+    """One block from the tensors by name: no code of the package, one slot and one head at a time."""
+    w, c = drafter.state_dict(), drafter.config
+
+    def norm(x, name):
+        return x / (x.pow(2).mean() + c.rms_norm_eps).sqrt() * w[name]
+
+    def turn(x, at):
+        half = c.head_dim // 2
+        out = torch.empty_like(x)
+        for i in range(half):
+            angle = torch.tensor(at / c.rope_theta ** (2 * i / c.head_dim), dtype=x.dtype)
+            out[i] = x[i] * angle.cos() - x[i + half] * angle.sin()
+            out[i + half] = x[i + half] * angle.cos() + x[i] * angle.sin()
+        return out
+
+    def split(x):
+        return x.view(-1, c.head_dim)
+
+    context = [norm(w["fc.weight"] @ f, "hidden_norm.weight") for f in feature_rows]
+    slots = [target.embedding[anchor_token]] + [target.embedding[c.mask_token_id]] * (c.num_slots - 1)
+    for i in range(c.num_layers):
+        at = f"layers.{i}."
+        normed = [norm(x, at + "input_layernorm.weight") for x in slots]
+        keys, values = [], []
+        for place, x in [*enumerate(context), *enumerate(normed, start=position)]:
+            k = split(w[at + "self_attn.k_proj.weight"] @ x)
+            keys.append([turn(norm(h, at + "self_attn.k_norm.weight"), place) for h in k])
+            values.append(split(w[at + "self_attn.v_proj.weight"] @ x))
+        updated = []
+        for s, x in enumerate(slots):
+            heads = []
+            for h, raw in enumerate(split(w[at + "self_attn.q_proj.weight"] @ normed[s])):
+                q = turn(norm(raw, at + "self_attn.q_norm.weight"), position + s)
+                shared = h // (c.num_heads // c.num_kv_heads)
+                scores = torch.stack([q @ k[shared] for k in keys]) / c.head_dim**0.5
+                heads.append(sum(p * v[shared] for p, v in zip(scores.softmax(0), values, strict=True)))
+            x = x + w[at + "self_attn.o_proj.weight"] @ torch.cat(heads)
+            y = norm(x, at + "post_attention_layernorm.weight")
+            gate, up = w[at + "mlp.gate_proj.weight"] @ y, w[at + "mlp.up_proj.weight"] @ y
+            updated.append(x + w[at + "mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up))
+        slots = updated
+    hidden = torch.stack([norm(x, "norm.weight") for x in slots])
+    return hidden[1:] if c.slot_layout is SlotLayout.FILL_IN else hidden
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_an_independent_slow_implementation(kind):
+    target, drafter, tokens, features, anchors = scene(kind)
+    fast = run(drafter, target, tokens, features, anchors)
+    for a in (0, 1, 5):
+        row, position = int(anchors.row[a]), int(anchors.position[a])
+        slow = slow_forward(drafter, target, features[row, :position], int(tokens[row, position]), position)
+        torch.testing.assert_close(fast[a], slow, atol=1e-5, rtol=0)  # rotary angles are float32, as everywhere
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("make", [grouped(8), flex], ids=["grouped", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_no_block_sees_another_block_its_future_or_its_anchors_feature(make, packed):
+    """Change every feature row and every other anchor in turn: only a block's own context may move it."""
+    target, drafter, tokens, features, anchors = scene(packed=packed)
+    before = run(drafter, target, tokens, features, anchors, make)
+    for row, t in itertools.product(range(2), range(13)):
+        moved = features.clone()
+        moved[row, t] += 1
+        after = run(drafter, target, tokens, moved, anchors, make)
+        differs = ((after - before).abs() > 1e-9).flatten(1).any(-1)
+        sees = (anchors.row == row) & (anchors.start <= t) & (t < anchors.position)
+        assert torch.equal(differs, sees), (row, t)
+    for a in range(len(anchors)):
+        others = tokens[anchors.row, anchors.position].clone()
+        others[torch.arange(len(anchors)) != a] = 39
+        changed = drafter(features, others, anchors, target, make)
+        torch.testing.assert_close(changed[a], before[a], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_sequence_is_the_sequence_alone(kind):
+    target, drafter, tokens, features, _ = scene(kind)
+    alone = run(drafter, target, tokens[:1, 6:], features[:1, 6:], Anchors.of(torch.tensor([0]), torch.tensor([3])))
+    packed = run(drafter, target, tokens, features, Anchors.of(torch.tensor([0]), torch.tensor([9]), torch.tensor([6])))
+    torch.testing.assert_close(packed, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pieces", [(9,), (4, 5), (1, 2, 6)])
+def test_drafting_with_a_cache_equals_the_training_forward(kind, pieces):
+    """And leaves no trace of the block in the cache."""
+    target, drafter, tokens, features, _ = scene(kind)
+    cache, done = drafter.new_cache(20), 0
+    for n in pieces:
+        drafter.extend(cache, features[:1, done : done + n])
+        done += n
+        drafter.propose(cache, 33, target, 1.0)
+        assert cache.length == done
+    anchor = int(tokens[0, 9])
+    hidden = run(drafter, target, tokens, features, Anchors.of(torch.tensor([0]), torch.tensor([9])))
+    proposal = drafter.propose(cache, anchor, target, 0.7, torch.Generator().manual_seed(5))
+    logits = target.logits(hidden)
+    previous = torch.cat([torch.tensor([[anchor]]), proposal.tokens[:, :-1]], 1)
+    markov = drafter.markov(hidden, previous)
+    if markov is not None:
+        logits = logits + markov[0] @ markov[1].T
+    torch.testing.assert_close(proposal.probs, (logits.float() / 0.7).softmax(-1).detach(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_markov_heads_step_by_step_and_all_at_once(head):
+    target = tiny_target()
+    drafter = tiny_drafter("dspark", target, markov_head=head)
+    hidden = torch.randn(3, 4, 32, dtype=torch.float64)
+    previous = torch.randint(40, (3, 4))
+    together, w2 = drafter.markov(hidden, previous)
+    assert w2.shape == (40, 6)
+    state = drafter.markov_head.initial_state(hidden)
+    for k in range(4):
+        step, state = drafter.markov_head.step(hidden[:, k], previous[:, k], state)
+        torch.testing.assert_close(together[:, k], step)
+    changed = previous.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 40
+    differs = (drafter.markov(hidden, changed)[0] != together).any(-1).any(0)
+    assert differs.tolist() == ([True] * 4 if head == "rnn" else [True, False, False, False])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_tokens_are_drawn_from_the_law_reported(kind, temperature):
+    """Frequencies of the first token, and of the second given the first, against the reported q."""
+    target, drafter, _, features, _ = scene(kind)
+    cache = drafter.new_cache(20)
+    drafter.extend(cache, features[:1, :6])
+    generator = torch.Generator().manual_seed(0)
+    draws = [drafter.propose(cache, 8, target, temperature, generator) for _ in range(1500)]
+    first = torch.stack([d.tokens[0, 0] for d in draws])
+    law = draws[0].probs[0, 0]
+    expected = law * len(draws)
+    observed = torch.bincount(first, minlength=40)
+    assert (observed[expected == 0] == 0).all()
+    keep = expected > 5
+    chi_square = ((observed - expected)[keep] ** 2 / expected[keep]).sum()
+    assert float(chi_square) < 3 * int(keep.sum()) + 30
+    for d in draws[:50]:
+        assert (d.probs[0].gather(1, d.tokens.T) > 0).all()
+        torch.testing.assert_close(d.probs.sum(-1), torch.ones(1, 4))
+
+
+def test_layouts_are_explicit_and_give_the_same_number_of_predictions():
+    target, drafter, tokens, features, anchors = scene()
+    assert drafter.config.slot_layout is SlotLayout.FILL_IN
+    assert drafter.config.num_slots == 5
+    other = build_drafter(dataclasses.replace(drafter.config, slot_layout=SlotLayout.NEXT_TOKEN)).double()
+    other.load_state_dict(drafter.state_dict())
+    assert other.config.num_slots == 4
+    fill_in, next_token = (run(d, target, tokens, features, anchors) for d in (drafter, other))
+    assert fill_in.shape == next_token.shape == (7, 4, 32)
+    assert not torch.allclose(fill_in, next_token)
+
+
+def test_the_papers_shape_by_default():
+    target = tiny_target(num_layers=12)
+    dflash, dspark = (DrafterConfig.for_target(k, target) for k in KINDS)
+    assert (dflash.num_layers, dflash.num_proposals, dflash.num_slots) == (5, 15, 16)
+    assert (dspark.num_layers, dspark.num_proposals, dspark.num_slots) == (5, 15, 15)
+    assert (dspark.markov_rank, dspark.markov_head, dspark.confidence_head) == (256, "vanilla", False)
+    assert len(dflash.target_layers) == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", ["vanilla", "rnn"])
+def test_a_checkpoint_round_trip_is_exact(kind, head, tmp_path):
+    target = tiny_target()
+    changes = {"markov_head": head, "confidence_head": True} if kind == "dspark" else {}
+    drafter = tiny_drafter(kind, target, **changes)
+    save_drafter(drafter, tmp_path)
+    loaded = load_drafter(tmp_path, target)
+    assert loaded.config == drafter.config
+    assert not loaded.training
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_tensor_names_are_those_of_the_published_checkpoints():
+    drafter = tiny_drafter("dspark", tiny_target(), num_layers=1, markov_head="gated", confidence_head=True)
+    assert set(drafter.state_dict()) == {
+        "fc.weight", "hidden_norm.weight", "norm.weight",
+        "layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight",
+        *(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"),
+        *(f"layers.0.self_attn.{x}_norm.weight" for x in "qk"),
+        *(f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
+        "markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
+        "markov_head.gate_proj.weight", "markov_head.gate_proj.bias",
+        "confidence_head.proj.weight", "confidence_head.proj.bias",
+    }  # fmt: skip
+
+
+def test_damaged_or_foreign_checkpoints_are_refused_by_name(tmp_path):
+    target = tiny_target()
+    drafter = tiny_drafter("dflash", target)
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_drafter(tmp_path, target)
+    save_drafter(drafter, tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    for old, new, message in (
+        ('"num_layers": 2', '"num_layers": 3', "missing layers.2"),
+        ('"num_layers": 2', '"num_layers": 1', "unexpected layers.1"),
+        ('"intermediate_size": 48', '"intermediate_size": 40', "is .*, not"),
+        ('"slot_layout": "fill_in",', "", "missing keys .*slot_layout"),
+        ('"kind": "dflash"', '"kind": "dflash", "colour": 1', "unknown keys .*colour"),
+        ('"vocab_size": 40', '"vocab_size": 41', "vocabulary is 41"),
+        ('"slot_layout": "fill_in"', '"slot_layout": "sideways"', "sideways"),
+    ):
+        assert old in config
+        (tmp_path / "config.json").write_text(config.replace(old, new))
+        with pytest.raises(CheckpointError, match=message):
+            load_drafter(tmp_path, target)
+
+
+def test_options_are_checked():
+    target = tiny_target()
+    with pytest.raises(ValueError, match="did you mean 'num_layers'"):
+        DrafterConfig.for_target("dflash", target, num_layer=3)
+    with pytest.raises(ValueError, match="a DFlash drafter has none"):
+        DrafterConfig.for_target("dflash", target, num_features=3, markov_rank=4, markov_head="vanilla")
+    with pytest.raises(ValueError, match="no confidence head"):
+        tiny_drafter("dspark", target).confidence(torch.zeros(1, 4, 32), torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_reaches_every_parameter_and_no_weight_of_the_target(kind):
+    target, drafter, tokens, features, anchors = scene(kind)
+    inside = anchors.position + 4 < 13
+    anchors = Anchors(anchors.row[inside], anchors.position[inside], anchors.start[inside])
+    at = anchors.position[:, None] + torch.arange(5)
+    path = tokens[anchors.row[:, None], at]
+    target_hidden = target.forward(tokens).hidden[anchors.row[:, None], at[:, :-1]]
+    hidden = run(drafter, target, tokens, features, anchors)
+    value = fused_linear_objective(
+        objective("bv"), hidden, target_hidden, target.head, target.head, path[:, 1:],
+        markov=drafter.markov(hidden, path[:, :-1]),
+    )  # fmt: skip
+    value.loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
+    assert target.head.grad is None
