@@ -7,6 +7,7 @@ All in one process, taking turns, batch 1, float32, greedy.
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -76,7 +77,7 @@ def verify_cost(target: Target, rounds: int) -> dict[str, float]:
     times: dict[int, list[float]] = {1: [], 4: [], 8: [], 16: []}
     for _ in range(5 * rounds):
         for num, taken in times.items():
-            taken.append(seconds(lambda num=num: run(num)))  # type: ignore[misc]
+            taken.append(seconds(functools.partial(run, num)))
     return {str(num): statistics.median(taken) / statistics.median(times[1]) for num, taken in times.items()}
 
 

@@ -49,23 +49,19 @@ class Problem:
         return self.draft_hidden @ self.draft_head.T, self.target_hidden @ self.target_head.T
 
 
-def floor(data: Problem) -> None:
+def floor(head_trains: bool) -> Callable[[Problem], None]:
     """The products alone."""
-    with torch.no_grad():
-        rows = data.draft_hidden.view(-1, WIDTH)
-        logits = rows @ data.draft_head.T
-        torch.mm(data.target_hidden.view(-1, WIDTH), data.target_head.T, out=logits)
-        logits @ data.draft_head
 
+    def step(data: Problem) -> None:
+        with torch.no_grad():
+            rows = data.draft_hidden.view(-1, WIDTH)
+            logits = rows @ data.draft_head.T
+            torch.mm(data.target_hidden.view(-1, WIDTH), data.target_head.T, out=logits)
+            logits @ data.draft_head
+            if head_trains:
+                logits.T @ rows
 
-def floor_with_head(data: Problem) -> None:
-    """The products of a step whose draft head trains."""
-    with torch.no_grad():
-        rows = data.draft_hidden.view(-1, WIDTH)
-        logits = rows @ data.draft_head.T
-        torch.mm(data.target_hidden.view(-1, WIDTH), data.target_head.T, out=logits)
-        logits @ data.draft_head
-        logits.T @ rows
+    return step
 
 
 def fused(name: str) -> Callable[[Problem], None]:
@@ -126,7 +122,7 @@ def liger(chunk_size: int) -> Callable[[Problem], None]:
 
 
 CASES: dict[str, Callable[[Problem], None]] = {
-    "floor": floor,
+    "floor": floor(head_trains=False),
     "bv-fused": fused("bv"),
     "kl-fused": fused("kl"),
     "lk-fused": fused("lk"),
@@ -135,7 +131,7 @@ CASES: dict[str, Callable[[Problem], None]] = {
     "kl-plain": plain_kl,
     "lk-plain": plain_lk,
     "ce-plain": plain_ce,
-    "floor, head trained": floor_with_head,
+    "floor, head trained": floor(head_trains=True),
     "bv-fused, head trained": fused_with_head,
     "liger-kl, default chunk": liger(1024),
     "liger-kl, chunk of 165 rows": liger(165),

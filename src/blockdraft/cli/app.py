@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
@@ -51,7 +51,7 @@ def generate(
         raise typer.BadParameter("there is nothing to compare without --drafter", param_hint="--compare")
     model = load_target(target)
     small = None if drafter is None else load_drafter(drafter, model)
-    chosen: tuple[Rule, ...] = ("token", "block") if compare else (rule,)  # type: ignore[assignment]
+    chosen: tuple[Rule, ...] = ("token", "block") if compare else (cast(Rule, rule),)
     console = Console(highlight=False, soft_wrap=True)
     results = {}
     for each in chosen:
