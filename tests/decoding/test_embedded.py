@@ -16,7 +16,7 @@ def embedded(name) -> Target:
     return load_target(name)
 
 
-@pytest.mark.parametrize("name", [name for name in EMBEDDED if name != "pocket"])
+@pytest.mark.parametrize("name", EMBEDDED)
 def test_greedy_text_is_that_of_transformers_with_and_without_a_drafter(name):
     target = embedded(name)
     ids = target.render([{"role": "user", "content": "What is a river?"}])

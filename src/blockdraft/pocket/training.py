@@ -27,7 +27,7 @@ from blockdraft.pocket.tokenizer import END, PAD
 class Settings:
     """Shape of the model and of its training."""
 
-    num_steps: int = 4500
+    num_steps: int = 3000
     num_rows: int = 8
     row_length: int = 384
     peak_rate: float = 2e-3
