@@ -112,9 +112,6 @@ def models_after(target, drafter, prompt, anchor, temperature=1.0, draft_tempera
         ids = torch.tensor([[*prompt, anchor, *prefix]])
         return Sampling(temperature).probs(target.logits(target.forward(ids).hidden[:, -1]))[0].double()
 
-    cache = drafter.new_cache(40)
-    drafter.extend(cache, target.forward(torch.tensor([prompt]), layers=drafter.config.target_layers).features)
-
     @functools.cache
     def draft_law(prefix):
         features = target.forward(torch.tensor([[*prompt, anchor]]), layers=drafter.config.target_layers).features
