@@ -5,9 +5,10 @@ import functools
 import pytest
 import torch
 
-from blockdraft.decoding import Sampling, generate
+from blockdraft.decoding import generate
 from blockdraft.drafters import Anchors, Proposal
 from blockdraft.losses import fused_linear_objective, objective
+from blockdraft.targets import Sampling
 from blockdraft.verification import law
 from blockdraft.verification.reference import enumerate_round, joint_law
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from blockdraft.decoding.sampling import Sampling, Streams
+from blockdraft.decoding.streams import Streams
 from blockdraft.drafters import Drafter, Proposal
-from blockdraft.targets import Message, Target
+from blockdraft.targets import Message, Sampling, Target
 from blockdraft.verification import Rule, verify
 
 

@@ -1,7 +1,8 @@
-"""Frozen target models: features, hidden states, head, embedding, templates."""
+"""Frozen target models: features, hidden states, head, embedding, templates, the law that is sampled from them."""
 
 from blockdraft.targets.cache import KVCache
 from blockdraft.targets.loading import load_target
+from blockdraft.targets.sampling import Sampling
 from blockdraft.targets.target import Message, Target, TargetOutput, UnsupportedTargetError
 
-__all__ = ["KVCache", "Message", "Target", "TargetOutput", "UnsupportedTargetError", "load_target"]
+__all__ = ["KVCache", "Message", "Sampling", "Target", "TargetOutput", "UnsupportedTargetError", "load_target"]

@@ -1,9 +1,9 @@
-"""The target's law at decoding: temperature, top-k, top-p; and separate random streams."""
+"""What is sampled from a target: its law under temperature, top-k and top-p."""
 
 from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,3 @@ class Sampling:
             probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
             probs = probs / probs.sum(-1, keepdim=True)
         return probs
-
-
-@dataclass(frozen=True)
-class Streams:
-    """Separate generators for drafting, coins and recovery tokens, all from one seed."""
-
-    draft: Generator
-    coins: Generator
-    recovery: Generator
-
-    @classmethod
-    def from_seed(cls, seed: int, device: torch.device) -> "Streams":
-        root = Generator().manual_seed(seed)
-        seeds = torch.randint(2**62, (3,), generator=root).tolist()
-        return cls(*(Generator(device).manual_seed(s) for s in seeds))

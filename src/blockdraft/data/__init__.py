@@ -1,0 +1,1 @@
+"""Training data from the target itself: prompts, regenerated responses, batches of blocks."""
