@@ -32,7 +32,8 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, flat."""
         values = asdict(self)
-        return values.pop("sampling") | values
+        sampling: dict[str, Any] = values.pop("sampling")
+        return sampling | values
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from blockdraft.targets.attention import Span, SpanAttention, attending, span_positions
 from blockdraft.targets.cache import KVCache
 
 Message = dict[str, str]
@@ -92,15 +93,32 @@ class Target:
         return KVCache(self.num_layers, capacity)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, cache: KVCache | None = None, layers: Sequence[int] = ()) -> TargetOutput:
-        """Run over ``[N, T]`` tokens that follow what the cache holds, if there is one."""
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        layers: Sequence[int] = (),
+        *,
+        spans: Sequence[Span] | None = None,
+    ) -> TargetOutput:
+        """Run over ``[N, T]`` tokens that follow what the cache holds, if there is one.
+
+        With ``spans``, several texts are packed into rows; each is read as if it were alone, and what
+        lies outside of them means nothing.
+        """
         for layer in layers:
             if not 0 <= layer < self.num_layers - 1:
                 raise ValueError(f"{self.name} has features of layers 0 to {self.num_layers - 2}, not of {layer}")
         decoder = self.model.model
         hooks = [decoder.layers[layer].register_forward_hook(self._keep(layer)) for layer in layers]
         try:
-            hidden = decoder(input_ids=tokens, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+            if spans is None:
+                output = decoder(input_ids=tokens, past_key_values=cache, use_cache=cache is not None)
+            else:
+                positions = span_positions(spans, *tokens.shape).to(tokens.device)
+                with attending(self.model, SpanAttention(spans)):
+                    output = decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+            hidden = output.last_hidden_state
             features = torch.cat([self._features[layer] for layer in layers], -1) if layers else None
         finally:
             for hook in hooks:

@@ -1,0 +1,146 @@
+"""Many texts decoded side by side, each at its own length: one slot of a preallocated cache per text.
+
+The texts in use fill the slots from the front without gaps, so that every pass
+works on slices of the storage. A text that ends gives its slot to the last one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from blockdraft.targets.attention import SlotAttention, attending
+from blockdraft.targets.target import Target
+
+CLEARED_AHEAD = 64
+
+
+class Slots:
+    """A target over up to ``num_slots`` texts of up to ``capacity`` tokens."""
+
+    def __init__(self, target: Target, num_slots: int, capacity: int) -> None:
+        self.target, self.num_slots, self.capacity = target, num_slots, capacity
+        self.lengths: list[int] = []
+        self._layers = [_Layer(self) for _ in range(target.num_layers)]
+        self._cache = Cache(layers=list(self._layers))
+        self._first = 0
+        self._seen: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Texts held."""
+        return len(self.lengths)
+
+    @torch.inference_mode()
+    def add(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Read new texts into the next free slots; ``[n, H]`` hidden states of their last tokens."""
+        if len(self) + len(texts) > self.num_slots:
+            raise ValueError(f"{len(self)} of {self.num_slots} slots are taken; {len(texts)} texts do not fit")
+        lengths = [len(text) for text in texts]
+        longest = max(lengths)
+        if longest > self.capacity:
+            raise ValueError(f"a slot holds {self.capacity} tokens; a text has {longest}")
+        tokens = torch.zeros(len(texts), longest, dtype=torch.long)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.tensor(text)
+        self._first, self._seen = len(self), None
+        positions = torch.arange(longest).expand(len(texts), -1)
+        hidden = self._forward(tokens, positions)
+        self.lengths += lengths
+        return hidden[torch.arange(len(texts)), torch.tensor(lengths) - 1]
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append one token to every text; ``[n, H]`` hidden states."""
+        lengths = torch.tensor(self.lengths)
+        longest = max(self.lengths) + 1
+        if longest > self.capacity:
+            raise ValueError(f"a slot holds {self.capacity} tokens; a text needs {longest}")
+        self._first = 0
+        self._seen = (torch.arange(longest) <= lengths[:, None])[:, None, None].to(self.target.device)
+        hidden = self._forward(torch.tensor(tokens)[:, None], lengths[:, None])
+        self.lengths = [length + 1 for length in self.lengths]
+        return hidden[:, 0]
+
+    @torch.inference_mode()
+    def remove(self, slot: int) -> None:
+        """Forget the text of a slot; the last text moves there."""
+        last = len(self) - 1
+        if slot != last:
+            for layer in self._layers:
+                layer.move(last, slot, self.lengths[last])
+            self.lengths[slot] = self.lengths[last]
+        self.lengths.pop()
+
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        device = self.target.device
+        with attending(self.target.model, SlotAttention(self._seen)):
+            hidden: Tensor = self.target.model.model(
+                input_ids=tokens.to(device),
+                position_ids=positions.to(device),
+                past_key_values=self._cache,
+                use_cache=True,
+            ).last_hidden_state
+        return hidden
+
+
+class _Layer(CacheLayerMixin):
+    """Keys and values of one layer, ``[slots, kv_heads, capacity, d]``."""
+
+    is_sliding = False
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__()
+        self.slots = slots
+        self.cleared = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        num_slots, capacity = self.slots.num_slots, self.slots.capacity
+        _, heads, _, width = key_states.shape
+        self.keys = key_states.new_empty(num_slots, heads, capacity, width)
+        self.values = value_states.new_empty(num_slots, heads, capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        self._clear(key_states.shape[2] if self.slots._seen is None else self.slots._seen.shape[-1])
+        seen = self.slots._seen
+        if seen is None:
+            rows = slice(self.slots._first, self.slots._first + key_states.shape[0])
+            self.keys[rows, :, : key_states.shape[2]] = key_states
+            self.values[rows, :, : key_states.shape[2]] = value_states
+            return key_states, value_states
+        rows_at, positions = torch.arange(key_states.shape[0]), torch.tensor(self.slots.lengths)
+        self.keys[rows_at, :, positions] = key_states[:, :, 0]
+        self.values[rows_at, :, positions] = value_states[:, :, 0]
+        return self.keys[: len(rows_at), :, : seen.shape[-1]], self.values[: len(rows_at), :, : seen.shape[-1]]
+
+    def _clear(self, length: int) -> None:
+        """Zero the storage up to a length, a stretch at a time: what is masked must still be a number."""
+        if length > self.cleared:
+            assert self.keys is not None
+            assert self.values is not None
+            end = min(self.slots.capacity, length + CLEARED_AHEAD)
+            self.keys[:, :, self.cleared : end] = 0
+            self.values[:, :, self.cleared : end] = 0
+            self.cleared = end
+
+    def move(self, source: int, to: int, length: int) -> None:
+        """Copy one text's keys and values to another slot."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[to, :, :length] = self.keys[source, :, :length]
+        self.values[to, :, :length] = self.values[source, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are given, and no mask is asked for
+
+    def get_max_length(self) -> int:
+        return self.slots.capacity
