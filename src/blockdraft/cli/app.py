@@ -9,9 +9,11 @@ import typer
 from rich.console import Console
 
 from blockdraft import __version__
+from blockdraft.cli.data import data
 from blockdraft.verification import RULES, Rule
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(data, name="data")
 
 
 @app.callback(invoke_without_command=True)
@@ -77,7 +79,8 @@ def main() -> None:
 
 
 def _mistakes() -> tuple[type[Exception], ...]:
+    from blockdraft.data import PromptError
     from blockdraft.drafters import CheckpointError
     from blockdraft.targets import UnsupportedTargetError
 
-    return CheckpointError, UnsupportedTargetError
+    return CheckpointError, PromptError, UnsupportedTargetError

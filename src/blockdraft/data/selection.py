@@ -1,0 +1,201 @@
+"""Which prompts to keep: deterministic, without repetition, with some held out.
+
+A text's place in the order is a hash of the seed and the text itself. So the choice does
+not depend on the order of the input, and a smaller choice is the beginning of a larger one.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from blockdraft.data.prompts import Dropped, Prompt, PromptError
+
+SAME_TEXT, SAME_ID = "same text as another", "same id as another"
+SAME_OPENING, NOT_ASKED_FOR = "opens like a held-out prompt", "more than asked for"
+
+PATIENCE = 10_000
+"""So many generated conversations without a new one, and the generator counts as exhausted."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a prompt may measure, both ends included; characters count all messages, the system message too."""
+
+    min_chars: int = 1
+    max_chars: int | None = None
+    min_turns: int = 1
+    max_turns: int | None = None
+
+    def __post_init__(self) -> None:
+        for unit, low, high in (
+            ("chars", self.min_chars, self.max_chars),
+            ("turns", self.min_turns, self.max_turns),
+        ):
+            if high is not None and low > high:
+                raise PromptError(f"--min-{unit} {low} is more than --max-{unit} {high}: no prompt can be both")
+
+    def broken_by(self, prompt: Prompt) -> str | None:
+        """The reason to drop this prompt, if there is one."""
+        if prompt.num_chars < self.min_chars:
+            return f"under {self.min_chars} characters"
+        if self.max_chars is not None and prompt.num_chars > self.max_chars:
+            return f"over {self.max_chars} characters"
+        if len(prompt.turns) < self.min_turns:
+            return f"under {self.min_turns} turns"
+        if self.max_turns is not None and len(prompt.turns) > self.max_turns:
+            return f"over {self.max_turns} turns"
+        return None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What became of every row: ``num_read`` is the sum of all the others.
+
+    dropped: rows by reason, the most frequent first.
+    """
+
+    num_read: int
+    num_kept: int
+    num_heldout: int
+    dropped: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"read": self.num_read, "kept": self.num_kept, "heldout": self.num_heldout, "dropped": self.dropped}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Prompts to train on, prompts held out, and the account of the rest."""
+
+    kept: list[Prompt]
+    heldout: list[Prompt]
+    summary: Summary
+
+
+def text_key(*turns: str) -> str:
+    """The text that makes two prompts the same: case and white space do not count."""
+    # no line break is left within a turn, so that one can stand between them
+    return "\n".join(" ".join(turn.casefold().split()) for turn in turns)
+
+
+def select(
+    rows: Iterable[Prompt | Dropped],
+    *,
+    num: int | None = None,
+    heldout: int = 0,
+    seed: int = 0,
+    limits: Limits | None = None,
+) -> Selection:
+    """Choose from all rows: limits, then repetitions, then what is held out, then ``num`` of the rest.
+
+    The held-out prompts depend on the seed and the rows but not on ``num``. No kept prompt has the
+    text of one of them, nor its first message. Fewer than ``num`` may be left; none is a `PromptError`.
+    """
+    account = _Account()
+    pool = _different(_within(rows, limits or Limits(), account), account)
+    held = sorted(pool, key=lambda key: _place(seed, "heldout", key))[:heldout]
+    openings = {text_key(pool[key].turns[0]) for key in held}
+    rest = [key for key, prompt in pool.items() if text_key(prompt.turns[0]) not in openings]
+    chosen = sorted(rest, key=lambda key: _place(seed, "kept", key))[:num]
+    account.dropped[SAME_OPENING] += len(pool) - len(held) - len(rest)
+    account.dropped[NOT_ASKED_FOR] += len(rest) - len(chosen)
+    return account.closed([pool[key] for key in chosen], [pool[key] for key in held])
+
+
+def draw(generated: Iterable[Prompt], *, num: int, heldout: int = 0, limits: Limits | None = None) -> Selection:
+    """Choose from a generator that never ends: the first different prompts are held out, the next ``num`` kept.
+
+    As with `select`, a smaller choice is the beginning of a larger one. A generator that
+    has nothing new to say is a `PromptError`.
+    """
+    limits = limits or Limits()
+    account = _Account()
+    held: list[Prompt] = []
+    kept: list[Prompt] = []
+    seen: set[str] = set()
+    openings: set[str] = set()
+    fruitless = 0
+    for prompt in generated:
+        account.num_read += 1
+        key, opening = text_key(*prompt.turns), text_key(prompt.turns[0])
+        reason = limits.broken_by(prompt) or (SAME_TEXT if key in seen else None)
+        if reason is None and len(held) == heldout and opening in openings:
+            reason = SAME_OPENING
+        if reason is not None:
+            account.dropped[reason] += 1
+            fruitless += 1
+            if fruitless == PATIENCE:
+                raise PromptError(
+                    f"the generator has no more to say: {len(held) + len(kept)} of {heldout + num} prompts, then "
+                    f"{PATIENCE} in a row dropped ({account.reasons()}); ask for fewer, or loosen the limits"
+                )
+            continue
+        fruitless = 0
+        seen.add(key)
+        if len(held) < heldout:
+            held.append(prompt)
+            openings.add(opening)
+        else:
+            kept.append(prompt)
+        if len(kept) == num:
+            break
+    return account.closed(kept, held)
+
+
+class _Account:
+    """Counts rows while they are read and dropped."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self.dropped: Counter[str] = Counter()
+
+    def closed(self, kept: list[Prompt], heldout: list[Prompt]) -> Selection:
+        if not kept:
+            held = f", {len(heldout)} held out" if heldout else ""
+            raise PromptError(f"no prompt is left to keep of {self.num_read} rows{held} ({self.reasons()})")
+        by_count = sorted((-count, reason) for reason, count in self.dropped.items() if count)
+        dropped = {reason: -count for count, reason in by_count}
+        return Selection(kept, heldout, Summary(self.num_read, len(kept), len(heldout), dropped))
+
+    def reasons(self) -> str:
+        """The three most frequent."""
+        found = [f"{reason}: {count}" for reason, count in self.dropped.most_common(3) if count]
+        return "; ".join(found) or "none dropped"
+
+
+def _within(rows: Iterable[Prompt | Dropped], limits: Limits, account: _Account) -> Iterator[Prompt]:
+    """The prompts that keep to the limits."""
+    for row in rows:
+        account.num_read += 1
+        if isinstance(row, Dropped):
+            account.dropped[row.reason] += 1
+        elif reason := limits.broken_by(row):
+            account.dropped[reason] += 1
+        else:
+            yield row
+
+
+def _different(prompts: Iterable[Prompt], account: _Account) -> dict[str, Prompt]:
+    """One prompt per text and per id, by text; which one does not depend on their order."""
+    by_text: dict[str, Prompt] = {}
+    for prompt in prompts:
+        key = text_key(*prompt.turns)
+        if key in by_text:
+            account.dropped[SAME_TEXT] += 1
+        by_text[key] = min(prompt, by_text.get(key, prompt), key=_rank)
+    by_id: dict[str, str] = {}
+    for key in sorted(by_text):
+        by_id.setdefault(by_text[key].id, key)
+    account.dropped[SAME_ID] += len(by_text) - len(by_id)
+    return {key: by_text[key] for key in by_id.values()}
+
+
+def _rank(prompt: Prompt) -> tuple[object, ...]:
+    return prompt.turns, prompt.system or "", prompt.source or "", prompt.id
+
+
+def _place(seed: int, purpose: str, key: str) -> bytes:
+    return hashlib.sha256(f"{purpose}/{seed}/{key}".encode()).digest()

@@ -1,0 +1,104 @@
+"""Where prompts come from: files, Hugging Face data sets, and pocket's generator."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from blockdraft.data.files import read_rows
+from blockdraft.data.layouts import KEYS, LAYOUTS, to_prompt
+from blockdraft.data.prompts import Dropped, Prompt, PromptError
+
+POCKET = "pocket"
+TWO_TURNS = 0.1
+"""Share of pocket's conversations that have two turns."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A data set on the Hugging Face hub, by a short name."""
+
+    id: str
+    split: str = "train"
+
+
+PRESETS = {"open-perfectblend": Preset("mlabonne/open-perfectblend")}
+
+
+def read_source(name: str, *, split: str | None = None) -> Iterator[Prompt | Dropped]:
+    """The rows of a preset, a file, a folder that ``datasets`` can load, or a Hugging Face data set.
+
+    ``split`` (``train`` if not given) is of data sets; a file has none.
+    """
+    if name in PRESETS:
+        preset = PRESETS[name]
+        return read_dataset(preset.id, split or preset.split)
+    path = Path(name)
+    if path.is_dir():
+        return read_dataset(name, split or "train")
+    if path.exists():
+        if split is not None:
+            raise PromptError(f"{name} is a file and has no splits; leave out --split")
+        return read_file(path)
+    if path.is_absolute() or name.startswith((".", "~")) or name.endswith((".json", ".jsonl", ".gz")):
+        raise PromptError(f"{name}: no such file or folder")
+    near = get_close_matches(name, [POCKET, *PRESETS], n=1, cutoff=0.8)
+    if near:
+        raise PromptError(f"{name}: no such file, folder or preset; did you mean {near[0]}?")
+    return read_dataset(name, split or "train")
+
+
+def read_file(path: Path) -> Iterator[Prompt | Dropped]:
+    """The rows of a JSON-lines file or JSON array; one without an id is called after the file and its number from 0."""
+    stem = path.name.removesuffix(".gz").removesuffix(".json").removesuffix(".jsonl")
+    for index, (_, row) in enumerate(read_rows(path)):
+        yield to_prompt(row, f"{stem}-{index}")
+
+
+def read_dataset(name: str, split: str) -> Iterator[Prompt | Dropped]:
+    """The rows of a data set, by its id or a local folder; one without an id is called after both and its number."""
+    table = _loaded(name, split)
+    columns = [column for column in table.column_names if column in KEYS]
+    if not set(columns) & set(LAYOUTS):
+        raise PromptError(
+            f"{name}: no column {', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]} to take conversations from; "
+            f"it has {', '.join(table.column_names)}"
+        )
+    stem = f"{Path(name).resolve().name}-{split}"
+    for index, row in enumerate(table.select_columns(columns)):
+        yield to_prompt(row, f"{stem}-{index}")
+
+
+def pocket_prompts(seed: int, family: str | None = None) -> Iterator[Prompt]:
+    """Endless prompts of pocket's training corpus, of one family or of all in pocket's own mixture.
+
+    The same ones for the same seed. None of pocket's held-out prompts is among them. Texts may repeat.
+    """
+    from blockdraft.pocket.corpus import FAMILIES, examples
+    from blockdraft.pocket.dice import Dice
+    from blockdraft.pocket.packing import MIXTURE
+
+    if family is not None and family not in FAMILIES:
+        raise PromptError(f"unknown family {family!r} of pocket's corpus; known: {', '.join(FAMILIES)}")
+    mixture = [each for each in MIXTURE if family in (None, each)]
+    dice = Dice(f"prompts/{seed}")
+    streams = {each: examples(each, "train", seed) for each in mixture}
+    while True:
+        drawn = [next(streams[dice.pick(mixture)]) for _ in range(2 if dice.chance(TWO_TURNS) else 1)]
+        name = "+".join(example.id for example in drawn)
+        yield Prompt(name, tuple(example.prompt for example in drawn), source=f"pocket/{drawn[0].family}")
+
+
+def _loaded(name: str, split: str) -> Any:
+    """A ``datasets.Dataset``."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise PromptError(f"{name}: reading a data set needs a package: pip install 'blockdraft[datasets]'") from error
+    try:
+        return datasets.load_dataset(name, split=split)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PromptError(f"{name}, split {split}: cannot be loaded as a data set: {reason}") from error
