@@ -2,13 +2,12 @@
 
 import gzip
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from blockdraft.data import Prompt, PromptError, read_prompts, write_prompts
-from blockdraft.data.files import read_rows, write_whole
+from blockdraft.data.files import read_rows
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 ROWS = [Prompt("a", ("Grüße\u2028 you", "and?")), Prompt("b", ("Hi",), system="Be kind.", source="x")]
@@ -110,17 +109,3 @@ def test_a_folder_in_the_way(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(PromptError, match=r"cannot write .*file.*"):
         write_prompts({tmp_path / "file" / "p.jsonl": ROWS})
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "p.jsonl"
-    write_whole(path, b"old")
-
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_whole(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]

@@ -79,8 +79,8 @@ def main() -> None:
 
 
 def _mistakes() -> tuple[type[Exception], ...]:
-    from blockdraft.data import PromptError
+    from blockdraft.data import DataError, EngineError, PromptError
     from blockdraft.drafters import CheckpointError
     from blockdraft.targets import UnsupportedTargetError
 
-    return CheckpointError, PromptError, UnsupportedTargetError
+    return CheckpointError, DataError, EngineError, PromptError, UnsupportedTargetError

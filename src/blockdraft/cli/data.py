@@ -3,12 +3,14 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from blockdraft.data.selection import Summary
+
+ENGINES = ("local", "server")
 
 data = typer.Typer(no_args_is_help=True, help="Prompts and training data.")
 
@@ -63,6 +65,89 @@ def prompts(
         print(f"note: {num} were asked for, {chosen.summary.num_kept} is all there is", file=sys.stderr)
 
 
+@data.command()
+def regenerate(
+    target: Annotated[str, typer.Option(help="pocket, smollm2, a Hugging Face id or a folder.")],
+    prompts: Annotated[Path, typer.Option(help="JSON lines, as `data prompts` writes them.")],
+    out: Annotated[Path, typer.Option(help="The data folder: new, or one to go on with.")],
+    engine: Annotated[str, typer.Option(help="local (the target runs here) or server.")] = "local",
+    limit: Annotated[int | None, typer.Option(min=1, help="Take only the first so many prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one response.")] = 2048,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Of prompt and response; else 3072, or what the target can read.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="BV loss assumes 1.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="BV loss assumes 0, the whole vocabulary.")] = 0,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="BV loss assumes 1.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of all draws.")] = 42,
+    batch_size: Annotated[int, typer.Option(min=1, help="Responses side by side (local).")] = 64,
+    shard_size: Annotated[int, typer.Option(min=1, help="Conversations per shard.")] = 512,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest's counts as JSON to stdout.")] = False,
+) -> None:
+    """Sample the target's own responses to prompts, every turn of a conversation on top of its own history.
+
+    Stop it at any moment; the same command goes on.
+    """
+    from blockdraft.cli.progress import Bar
+    from blockdraft.data import LocalEngine, Settings, read_prompts
+    from blockdraft.data import regenerate as run
+    from blockdraft.data.store import totals
+    from blockdraft.targets import Sampling, load_target
+
+    if engine not in ENGINES:
+        raise typer.BadParameter(f"{engine!r} is not one of {', '.join(ENGINES)}", param_hint="--engine")
+    chosen = read_prompts(prompts)[:limit]
+    model = load_target(target)
+    longest = getattr(model.config, "max_position_embeddings", None) or 3072
+    settings = Settings(Sampling(temperature, top_k, top_p), max_new_tokens, max_length or min(3072, longest), seed)
+    sampler = LocalEngine(model, settings, batch_size)
+    with Bar(f"{target}, {engine}", len(chosen)) as bar:
+
+        def count(conversations: int, num_tokens: int, new: bool) -> None:
+            if new:
+                bar.advance(conversations, tokens=num_tokens)
+            else:
+                bar.skip(conversations)
+
+        manifest = run(chosen, model, sampler, settings, out, shard_size=shard_size, on_progress=count)
+    _show_counts(out, totals(manifest), as_json=as_json)
+
+
+@data.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A data folder, complete or not.")],
+    target: Annotated[str | None, typer.Option(help="The model to check against; else the manifest's.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Texts to show.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Response tokens whose law is checked, about.")] = 20_000,
+    seed: Annotated[int, typer.Option(help="Of the choice of samples.")] = 0,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Run the target over a sample of paths.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON to stdout.")] = False,
+) -> None:
+    """Show what a data folder holds, and check that its tokens follow the target's own law.
+
+    Exits with 2 if they do not.
+    """
+    from blockdraft.cli.inspection import Report
+    from blockdraft.data import DataError, check_law, open_paths
+    from blockdraft.data.store import read_manifest
+    from blockdraft.targets import load_target
+
+    manifest = read_manifest(folder)
+    model = load_target(target or manifest["about"]["target"])
+    paths = open_paths(folder, model, partial=True)
+    if len(paths) == 0:
+        raise DataError(f"{folder} has no rows yet")
+    law = check_law(paths, model, num_tokens=tokens, seed=seed) if check else None
+    report = Report(folder, paths, model, law)
+    if as_json:
+        json.dump(report.to_dict(), sys.stdout, indent=2)
+        print()
+    else:
+        report.show(samples, seed)
+    if law is not None and not law.plain:
+        raise DataError(f"{folder}: {law.verdict}")
+
+
 def _check_paths(source: str, out: Path, heldout_out: Path) -> None:
     if out.resolve() == heldout_out.resolve():
         raise typer.BadParameter(f"{out} is the file for the kept prompts", param_hint="--heldout-out")
@@ -86,3 +171,13 @@ def _show(summary: "Summary", out: Path, heldout_out: Path) -> None:
     for reason, count in summary.dropped.items():
         table.add_row(str(count), f"dropped: {reason}", style="dim")
     Console(stderr=True, highlight=False, markup=False).print(table)
+
+
+def _show_counts(out: Path, counts: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        json.dump(counts, sys.stdout, indent=2)
+        print()
+        return
+    print(f"{out}: {counts['rows']:,} rows, {counts['response_tokens']:,} response tokens")
+    for reason, num in counts["dropped"].items():
+        print(f"  {num:,} conversations not answered to their end: {reason}")

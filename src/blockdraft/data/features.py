@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockdraft.atomic import replacing
 from blockdraft.data.batches import Batch, pack
 from blockdraft.data.paths import Paths
-from blockdraft.data.store import DataError, check_shards, locked, refuse_other_identity, replacing, sha256
+from blockdraft.data.store import DataError, check_shards, refuse_other_identity, sha256, writing
 from blockdraft.targets import Target, TargetOutput, fingerprint
 
 INDEX = "features.json"
@@ -105,7 +106,7 @@ def build_cache(
             f"{max_bytes / 2**30:.1f} GiB allowed; train with online features, or allow more"
         )
     identity = cache_identity(target, paths, layers)
-    with locked(folder):
+    with writing(folder):
         index = {"identity": identity, "shards": {}}
         if (folder / INDEX).exists():
             index = _read_index(folder)

@@ -2,13 +2,13 @@
 
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import IO, cast
 
+from blockdraft.atomic import replacing
 from blockdraft.data.prompts import Prompt, PromptError
 
 
@@ -51,7 +51,8 @@ def write_prompts(files: Mapping[Path, Sequence[Prompt]], *, force: bool = False
                 raise PromptError(f"{path} exists with other content; --force replaces it.{left_over}")
         for path, content in contents.items():
             if content:
-                write_whole(path, content)
+                with replacing(path) as unfinished:
+                    unfinished.write_bytes(content)
             else:
                 path.unlink(missing_ok=True)
     except OSError as error:
@@ -75,20 +76,6 @@ def read_rows(path: Path) -> Iterator[tuple[str, object]]:
                     yield f"line {at}", _parse(line, path, at)
     except (OSError, EOFError, zlib.error) as error:  # the latter two: a gzip file that stops early or is damaged
         raise PromptError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that nobody ever sees half of it, not even after a crash."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    try:
-        with unfinished.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _encode(prompts: Sequence[Prompt]) -> bytes:

@@ -16,11 +16,14 @@ import blockdraft
 from blockdraft.data.dialogue import Dialogue, Row, Settings
 from blockdraft.data.engine import Engine
 from blockdraft.data.prompts import Prompt
-from blockdraft.data.store import DataError, Store, locked
+from blockdraft.data.store import DataError, Store, writing
 from blockdraft.targets import Target, fingerprint
 from blockdraft.targets.fingerprint import template_fingerprint
 
 JOURNAL = "journal.jsonl"
+
+Progress = Callable[[int, int, bool], None]
+"""(conversations, response tokens, whether this very run made them)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def regenerate(
     folder: str | Path,
     *,
     shard_size: int = 512,
-    on_finished: Callable[[Finished, bool], None] | None = None,
+    on_progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write the target's own responses to all prompts into a folder, or go on where an earlier run stopped.
 
@@ -56,7 +59,7 @@ def regenerate(
         settings: the law and the limits.
         folder: a new or an unfinished data folder.
         shard_size: conversations per shard.
-        on_finished: called with each conversation, and whether this very run made it.
+        on_progress: called with what was just finished.
 
     Returns:
         The manifest.
@@ -85,9 +88,9 @@ def regenerate(
         "python": platform.python_version(),
     }
     shards = [range(start, min(start + shard_size, len(prompts))) for start in range(0, len(prompts), shard_size)]
-    with locked(folder):
+    with writing(folder):
         store = Store(folder, identity, about, len(shards))
-        run = _Run(prompts, target, settings, store, shards, on_finished or _ignore)
+        run = _Run(prompts, target, settings, store, shards, on_progress or _ignore)
         run.complete(engine)
         return store.manifest
 
@@ -102,16 +105,17 @@ class _Run:
         settings: Settings,
         store: Store,
         shards: list[range],
-        on_finished: Callable[[Finished, bool], None],
+        on_progress: Progress,
     ) -> None:
         self.prompts, self.target, self.settings = prompts, target, settings
-        self.store, self.shards, self.on_finished = store, shards, on_finished
+        self.store, self.shards, self.on_progress = store, shards, on_progress
         self.journal = Journal(store.folder / JOURNAL)
         self.pending: dict[int, Finished] = {}
 
     def complete(self, engine: Engine) -> None:
         left = [shard for shard in range(len(self.shards)) if not self.store.has(shard)]
         groups = [list(self.shards[shard]) for shard in left]
+        self.on_progress(len(self.prompts) - sum(map(len, groups)), 0, False)
         if not engine.by_shard:
             wanted = {index for group in groups for index in group}
             for finished in self.journal.read():
@@ -136,7 +140,7 @@ class _Run:
             group = [self.pending.pop(index) for index in self.shards[shard]]
             dropped = Counter(each.dropped for each in group if each.dropped is not None)
             self.store.write(shard, [row for each in group for row in each.rows], dropped)
-        self.on_finished(finished, new)
+        self.on_progress(1, finished.num_tokens, new)
 
 
 class Journal:
@@ -168,7 +172,7 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def _ignore(_finished: Finished, _new: bool) -> None:
+def _ignore(_conversations: int, _tokens: int, _new: bool) -> None:
     pass
 
 

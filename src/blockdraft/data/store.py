@@ -5,10 +5,8 @@ manifest, written the same way, lists it with its checksum. What the manifest
 does not list does not exist.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from blockdraft.atomic import locked, replacing
 from blockdraft.data.dialogue import Row
 
 MANIFEST = "manifest.json"
@@ -98,6 +97,15 @@ class Store:
             unfinished.write_text(json.dumps(self.manifest, indent=2) + "\n")
 
 
+def totals(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts over all shards."""
+    entries = list(manifest["shards"].values())
+    added: dict[str, Any] = {key: sum(e[key] for e in entries) for key in ("rows", "prompt_tokens", "response_tokens")}
+    for key in ("finish_reasons", "dropped"):
+        added[key] = dict(sorted(sum((Counter(e[key]) for e in entries), Counter[str]()).items()))
+    return added
+
+
 def shard_name(shard: int) -> str:
     return f"shard-{shard:05d}.parquet"
 
@@ -153,30 +161,9 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which then takes the place of ``path`` in one go."""
-    unfinished = path.with_name(path.name + ".new")
-    try:
-        yield unfinished
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Only one process writes into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"another process is writing into {folder}") from error
+def writing(folder: Path) -> Iterator[None]:
+    """Be the only process that writes into a folder."""
+    with locked(folder) as ours:
+        if not ours:
+            raise DataError(f"another process is writing into {folder}")
         yield

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from blockdraft.atomic import replacing
 from blockdraft.drafters.config import DrafterConfig
 from blockdraft.drafters.drafter import Drafter, build_drafter
 from blockdraft.targets import Target
@@ -19,14 +20,11 @@ class CheckpointError(ValueError):
 def save_drafter(drafter: Drafter, folder: str | Path) -> None:
     """Write config and weights; each file appears whole or not at all."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in drafter.state_dict().items()}
-    unfinished = folder / f"{WEIGHTS}.unfinished"
-    save_file(tensors, unfinished, metadata={"format": "pt"})
-    unfinished.replace(folder / WEIGHTS)
-    unfinished = folder / f"{CONFIG}.unfinished"
-    unfinished.write_text(json.dumps(drafter.config.to_dict(), indent=2) + "\n")
-    unfinished.replace(folder / CONFIG)
+    with replacing(folder / WEIGHTS) as unfinished:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+    with replacing(folder / CONFIG) as unfinished:
+        unfinished.write_text(json.dumps(drafter.config.to_dict(), indent=2) + "\n")
 
 
 def load_drafter(folder: str | Path, target: Target) -> Drafter:

@@ -1,0 +1,63 @@
+"""A bar on stderr: how far, how fast, how long still."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+
+class Bar:
+    """Counts things done, and tokens per second over what this run did itself.
+
+    Where stderr is no terminal, the bar is drawn once, at the end.
+    """
+
+    def __init__(self, label: str, total: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _Rate(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=Console(stderr=True),
+            speed_estimate_period=120,
+        )
+        self._task = self._progress.add_task(label, total=total, tokens=0)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def skip(self, num: int = 1) -> None:
+        """Count what was there before."""
+        self._progress.update(self._task, completed=self._progress.tasks[0].completed + num)
+        self._progress.reset(self._task, start=True, completed=int(self._progress.tasks[0].completed))
+
+    def advance(self, num: int = 1, *, tokens: int = 0) -> None:
+        """Count what was done now."""
+        self._progress.tasks[0].fields["tokens"] += tokens
+        self._progress.advance(self._task, num)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        seconds = task.elapsed or 0.0
+        return Text(f"{task.fields['tokens'] / seconds:,.0f} tokens/s" if seconds > 0 else "")

@@ -1,0 +1,96 @@
+"""Texts side by side give what each gives alone, whatever comes and goes."""
+
+import random
+
+import pytest
+import torch
+
+from blockdraft.targets import Slots, Span
+
+from tiny import FAMILIES, tiny_target
+
+
+def alone(target, text):
+    return target.forward(torch.tensor([text])).hidden[0, -1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_those_of_each_text_alone_while_texts_come_and_go(family):
+    target = tiny_target(family)
+    dice = random.Random(0)
+    slots, texts = Slots(target, 5, 40), []
+    for _ in range(60):
+        free = 5 - len(texts)
+        if free and dice.random() < 0.5:
+            new = [[dice.randrange(40) for _ in range(dice.randint(1, 9))] for _ in range(dice.randint(1, free))]
+            hidden = slots.add(new)
+            torch.testing.assert_close(hidden, torch.stack([alone(target, text) for text in new]))
+            texts += new
+        elif texts and dice.random() < 0.3:
+            slot = dice.randrange(len(texts))
+            slots.remove(slot)
+            texts[slot] = texts[-1]
+            texts.pop()
+        elif texts and max(map(len, texts)) < 40:
+            tokens = [dice.randrange(40) for _ in texts]
+            hidden = slots.step(tokens)
+            for text, token in zip(texts, tokens, strict=True):
+                text.append(token)
+            torch.testing.assert_close(hidden, torch.stack([alone(target, text) for text in texts]))
+        assert slots.lengths == [len(text) for text in texts]
+
+
+def test_storage_that_was_never_written_does_not_matter(monkeypatch):
+    """Memory comes with whatever was in it: here, with NaN."""
+    target = tiny_target()
+    empty = torch.Tensor.new_empty
+
+    def poisoned(self, *args, **kwargs):
+        out = empty(self, *args, **kwargs)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    slots = Slots(target, 3, 200)
+    slots.add([[5, 6, 7], list(range(3, 30))])
+    for token in range(3, 20):
+        hidden = slots.step([token, token])
+    expected = alone(target, [5, 6, 7, *range(3, 20)])
+    torch.testing.assert_close(hidden[0], expected)
+
+
+def test_more_texts_or_tokens_than_there_is_room_for_are_refused():
+    target = tiny_target()
+    slots = Slots(target, 2, 4)
+    with pytest.raises(ValueError, match="2 slots are taken; 3 texts"):
+        slots.add([[3], [4], [5]])
+    with pytest.raises(ValueError, match="a slot holds 4 tokens; a text has 5"):
+        slots.add([[3, 4, 5, 6, 7]])
+    slots.add([[3, 4, 5, 6]])
+    with pytest.raises(ValueError, match="a text needs 5"):
+        slots.step([3])
+
+
+def test_the_target_is_as_before_afterwards():
+    target = tiny_target()
+    usual = target.model.config._attn_implementation
+    slots = Slots(target, 1, 4)
+    slots.add([[3, 4]])
+    with pytest.raises(IndexError):
+        slots.step([10_000])
+    assert target.model.config._attn_implementation == usual
+    assert slots.lengths == [2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_texts_are_read_as_if_each_were_alone(family):
+    target = tiny_target(family)
+    texts = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
+    spans = [Span(0, 0, 5), Span(1, 1, 3), Span(1, 3, 6)]
+    tokens = torch.zeros(2, 7, dtype=torch.long)
+    for text, span in zip(texts, spans, strict=True):
+        tokens[span.row, span.start : span.end] = torch.tensor(text)
+    packed = target.forward(tokens, layers=(1, 3), spans=spans)
+    for text, span in zip(texts, spans, strict=True):
+        single = target.forward(torch.tensor([text]), layers=(1, 3))
+        torch.testing.assert_close(packed.hidden[span.row, span.start : span.end], single.hidden[0])
+        torch.testing.assert_close(packed.features[span.row, span.start : span.end], single.features[0])
