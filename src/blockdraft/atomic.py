@@ -30,6 +30,12 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def sweep(folder: Path) -> None:
+    """Remove what writers that were killed left unfinished; for the one who holds the lock."""
+    for unfinished in folder.glob("*.unfinished"):
+        unfinished.unlink()
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
     """Hold a folder's lock; False if another process has it. A process that dies lets go of it."""

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from blockdraft.atomic import locked, replacing
+from blockdraft.atomic import locked, replacing, sweep
 from blockdraft.data.dialogue import Row
 
 MANIFEST = "manifest.json"
@@ -166,4 +166,5 @@ def writing(folder: Path) -> Iterator[None]:
     with locked(folder) as ours:
         if not ours:
             raise DataError(f"another process is writing into {folder}")
+        sweep(folder)
         yield

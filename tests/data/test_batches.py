@@ -1,0 +1,198 @@
+"""Anchors, masks, packing, sharing out: properties over random data, and values against a loop."""
+
+import collections
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockdraft.data import DataError, OnlineFeatures, Paths, Plan, Row, collate, share_out
+from blockdraft.data.batches import pack
+
+from tiny import tiny_drafter, tiny_target
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=12).filter(
+    lambda pairs: any(response > 1 for _, response in pairs)
+)
+
+
+def paths_of(lengths):
+    """Texts whose tokens are all different, so that a token tells where it came from."""
+    numbers = iter(range(10**6))
+    rows = []
+    for index, (prompt, response) in enumerate(lengths):
+        take = [next(numbers) for _ in range(prompt + response)]
+        rows.append(Row(f"t{index}#0", take[:prompt], take[prompt:], "stop"))
+    return Paths.of(rows)
+
+
+def plan_of(paths, **changes):
+    options = {"num_texts": 4, "num_anchors": 20, "num_proposals": 5, "seed": 0}
+    return Plan(paths, **(options | changes))
+
+
+@given(LENGTHS, st.integers(1, 6), st.integers(1, 40), st.integers(1, 7), st.integers(0, 3), st.booleans())
+def test_anchors_are_different_response_positions_with_a_response_token_behind_them(
+    lengths, num_texts, num_anchors, num_proposals, epoch, full
+):
+    paths = paths_of(lengths)
+    behind = num_proposals if full else 1
+    eligible = {i: max(0, response - behind) for i, (_, response) in enumerate(lengths)}
+    options = {"num_texts": num_texts, "num_anchors": num_anchors, "num_proposals": num_proposals, "full_blocks": full}
+    if not any(eligible.values()):
+        with pytest.raises(DataError, match="long enough"):
+            plan_of(paths, **options)
+        return
+    plan = plan_of(paths, **options)
+    texts = []
+    for step in range(plan.steps_per_epoch):
+        chosen = plan.step(epoch, step)
+        texts += [each.text for each in chosen]
+        assert len(chosen) <= num_texts
+        room = sum(eligible[each.text] for each in chosen)
+        assert sum(len(each.anchors) for each in chosen) == min(num_anchors, room)
+        for each in chosen:
+            prompt, response = lengths[each.text]
+            assert (np.diff(each.anchors) > 0).all()
+            assert all(prompt <= anchor < prompt + response - behind for anchor in each.anchors)
+    assert sorted(texts) == [i for i, num in eligible.items() if num]  # an epoch sees every text once
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(0, 100))
+def test_a_step_depends_on_seed_epoch_and_step_alone(lengths, step_size, seed):
+    paths = paths_of(lengths)
+
+    def steps(epoch):
+        plan = plan_of(paths, num_texts=step_size, seed=seed)
+        order = range(plan.steps_per_epoch)
+        found = {step: plan.step(epoch, step) for step in reversed(order)}
+        return [[(each.text, each.anchors.tolist()) for each in found[step]] for step in order]
+
+    assert steps(0) == steps(0)
+    assert steps(3) == steps(3)
+
+
+def test_epochs_and_seeds_differ():
+    paths = paths_of([(3, 20)] * 40)
+    orders = {tuple(plan_of(paths, seed=seed).order(epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+    plan = plan_of(paths, num_texts=40, num_anchors=50)
+    first, second = ({(c.text, a) for c in plan.step(e, 0) for a in c.anchors.tolist()} for e in (0, 1))
+    assert first != second
+
+
+def test_anchors_are_uniform_over_positions():
+    """Each of 3 + 10 eligible positions is taken equally often: 5 of 13, within five standard errors."""
+    paths = paths_of([(2, 4), (5, 11)])
+    plan = plan_of(paths, num_texts=2, num_anchors=5)
+    counts = collections.Counter(
+        (each.text, anchor) for epoch in range(2000) for each in plan.step(epoch, 0) for anchor in each.anchors.tolist()
+    )
+    assert len(counts) == 13
+    share = 5 / 13
+    error = (share * (1 - share) / 2000) ** 0.5
+    assert all(abs(count / 2000 - share) < 5 * error for count in counts.values())
+
+
+@given(LENGTHS, st.integers(1, 7), st.integers(1, 5))
+def test_a_batch_holds_the_right_tokens_and_masks(lengths, num_proposals, num_parts):
+    paths = paths_of(lengths)
+    plan = plan_of(paths, num_texts=len(lengths), num_proposals=num_proposals)
+    parts = share_out(plan.step(0, 0), num_parts, paths)
+    seen = []
+    for part in parts:
+        if not part:
+            continue
+        batch = collate(part, paths, num_proposals)
+        expected = [(each.text, int(anchor)) for each in part for anchor in each.anchors]
+        seen += expected
+        assert batch.path.shape == (len(expected), num_proposals + 1)
+        for block, (text, anchor) in enumerate(expected):
+            follows = paths[text][anchor : anchor + num_proposals + 1].tolist()
+            num_valid = len(follows) - 1
+            assert batch.path[block].tolist() == follows + [0] * (num_proposals - num_valid)
+            assert batch.valid[block].tolist() == [True] * num_valid + [False] * (num_proposals - num_valid)
+            row, at, start = (int(x[block]) for x in (batch.anchors.row, batch.anchors.position, batch.anchors.start))
+            assert batch.tokens[row, start : at + 1].tolist() == paths[text][: anchor + 1].tolist()
+        marks = torch.arange(batch.tokens.numel()).view(*batch.tokens.shape, 1)
+        at_blocks = batch.at_blocks(marks)[..., 0]
+        predicted_by = batch.tokens.flatten()[at_blocks]
+        assert (predicted_by == batch.previous)[batch.valid].all()
+    whole = [(each.text, int(anchor)) for each in plan.step(0, 0) for anchor in each.anchors]
+    assert sorted(seen) == sorted(whole)  # every anchor once, whatever the number of parts
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30))
+def test_packed_texts_do_not_overlap_and_rows_are_as_long_as_the_longest(lengths):
+    spans = pack(lengths)
+    assert [span.end - span.start for span in spans] == lengths
+    cells = [(span.row, t) for span in spans for t in range(span.start, span.end)]
+    assert len(set(cells)) == len(cells)
+    assert max(t for _, t in cells) + 1 == max(lengths)
+    rows = 1 + max(span.row for span in spans)
+    assert rows <= 1.7 * sum(lengths) / max(lengths) + 1  # first fit, longest first
+
+
+@given(LENGTHS, st.integers(1, 6))
+def test_parts_are_balanced(lengths, num_parts):
+    paths = paths_of(lengths)
+    chosen = plan_of(paths, num_texts=len(lengths)).step(0, 0)
+    work = [
+        sum(int(paths.lengths[e.text]) + 8 * len(e.anchors) for e in p) for p in share_out(chosen, num_parts, paths)
+    ]
+    largest = max(int(paths.lengths[e.text]) + 8 * len(e.anchors) for e in chosen)
+    assert max(work) - min(work) <= largest
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@settings(deadline=None, max_examples=5)
+@given(seed=st.integers(0, 1000))
+def test_a_packed_batch_trains_on_what_each_block_alone_would_see(kind, seed):
+    """Draft hidden states and target hidden states of a packed batch against one text and one block at a time."""
+    target = tiny_target()
+    drafter = tiny_drafter(kind, target)
+    rng = np.random.default_rng(seed)
+    sizes = [(rng.integers(1, 6), rng.integers(2, 15)) for _ in range(5)]
+    rows = [Row("t", rng.integers(3, 40, p).tolist(), rng.integers(3, 40, r).tolist(), "stop") for p, r in sizes]
+    paths = Paths.of(rows)
+    chosen = Plan(paths, num_texts=5, num_anchors=12, num_proposals=4, seed=seed).step(0, 0)
+    (part,) = share_out(chosen, 1, paths)
+    features = OnlineFeatures(target, drafter.config.target_layers)
+    batch = collate(part, paths, 4)
+    output = features(batch, [each.text for each in part])
+    hidden = drafter(output.features, batch.path[:, 0], batch.anchors, target)
+    at_blocks = batch.at_blocks(output.hidden)
+    block = 0
+    for each in part:
+        for anchor in each.anchors:
+            single = collate([type(each)(each.text, np.array([anchor]))], paths, 4)
+            alone = features(single, [each.text])
+            one = drafter(alone.features, single.path[:, 0], single.anchors, target)
+            torch.testing.assert_close(hidden[block], one[0])
+            valid = batch.valid[block]
+            torch.testing.assert_close(at_blocks[block][valid], single.at_blocks(alone.hidden)[0][valid])
+            block += 1
+    assert block == len(hidden)
+
+
+def test_nonsense_is_refused():
+    paths = paths_of([(3, 10)])
+    with pytest.raises(ValueError, match="at least 1"):
+        plan_of(paths, num_anchors=0)
+    with pytest.raises(IndexError, match="an epoch has 1 steps"):
+        plan_of(paths).step(0, 1)
+    with pytest.raises(DataError, match="cannot hold out"):
+        paths.split(1)
+
+
+def test_held_out_texts_are_apart_and_the_same_for_the_same_seed():
+    paths = paths_of([(2, 5 + i % 7) for i in range(30)])
+    kept, heldout = paths.split(8, seed=3)
+    again = paths.split(8, seed=3)
+    assert (len(kept), len(heldout)) == (22, 8)
+    assert set(kept.tokens.tolist()).isdisjoint(heldout.tokens.tolist())
+    assert sorted(kept.tokens.tolist() + heldout.tokens.tolist()) == paths.tokens.tolist()
+    assert again[1].tokens.tolist() == heldout.tokens.tolist()
+    assert again[1].identity == heldout.identity != kept.identity

@@ -1,0 +1,105 @@
+"""Cached features are the online ones; a cache of something else, too large or damaged is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from blockdraft.data import CachedFeatures, DataError, OnlineFeatures, Paths, Plan, Row, build_cache, collate, share_out
+from blockdraft.data import features as module
+
+from tiny import tiny_target
+
+LAYERS = (1, 3)
+
+
+@pytest.fixture
+def paths():
+    rng = np.random.default_rng(0)
+    sizes = [(int(rng.integers(1, 8)), int(rng.integers(2, 20))) for _ in range(11)]
+    return Paths.of(
+        [Row("t", rng.integers(3, 40, p).tolist(), rng.integers(3, 40, r).tolist(), "stop") for p, r in sizes]
+    )
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    monkeypatch.setattr(module, "TEXTS_PER_FILE", 4)
+    monkeypatch.setattr(module, "TOKENS_PER_PASS", 30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_cache_gives_what_the_target_gives(tmp_path, paths, dtype):
+    target = tiny_target(dtype=dtype)
+    counted = []
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8, on_tokens=counted.append)
+    assert sum(counted) == len(paths.tokens)
+    cached, online = CachedFeatures(tmp_path, target, paths, LAYERS), OnlineFeatures(target, LAYERS)
+    plan = Plan(paths, num_texts=5, num_anchors=15, num_proposals=3, seed=0)
+    for step in range(plan.steps_per_epoch):
+        (part,) = share_out(plan.step(0, step), 1, paths)
+        batch, texts = collate(part, paths, 3), [each.text for each in part]
+        ours, theirs = cached(batch, texts), online(batch, texts)
+        for span in batch.spans:
+            at = (span.row, slice(span.start, span.end))
+            near = {"atol": 0.1, "rtol": 0.1} if dtype == torch.bfloat16 else {}  # rounded by what lies side by side
+            torch.testing.assert_close(ours.hidden[at], theirs.hidden[at], **near)
+            torch.testing.assert_close(ours.features[at], theirs.features[at], **near)
+        assert ours.hidden.dtype == dtype
+
+
+def test_an_interrupted_build_goes_on(tmp_path, paths):
+    target = tiny_target()
+    seen = []
+
+    def interrupt(num):
+        seen.append(num)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8, on_tokens=interrupt)
+    with pytest.raises(DataError, match="has 1 of 3 files"):
+        CachedFeatures(tmp_path, target, paths, LAYERS)
+    first = (tmp_path / "features-00000.npy").stat().st_mtime_ns
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    assert (tmp_path / "features-00000.npy").stat().st_mtime_ns == first
+    CachedFeatures(tmp_path, target, paths, LAYERS)
+
+
+def test_a_cache_of_something_else_is_refused(tmp_path, paths):
+    target = tiny_target()
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    with pytest.raises(DataError, match="target"):
+        CachedFeatures(tmp_path, tiny_target(seed=5), paths, LAYERS)
+    with pytest.raises(DataError, match=r"layers \[1, 3\] there, \[1, 2\] here"):
+        CachedFeatures(tmp_path, target, paths, (1, 2))
+    with pytest.raises(DataError, match="data"):
+        CachedFeatures(tmp_path, target, paths.split(3)[0], LAYERS)
+    with pytest.raises(DataError, match="dtype 'float64' there, 'float32' here"):
+        build_cache(tmp_path, tiny_target(dtype=torch.float32), paths, LAYERS, max_bytes=10**8)
+    with pytest.raises(DataError, match="not a feature cache"):
+        CachedFeatures(tmp_path / "nothing", target, paths, LAYERS)
+
+
+def test_a_cache_that_would_be_too_large_is_refused_before_it_is_begun(tmp_path, paths):
+    target = tiny_target()
+    needed = len(paths.tokens) * 3 * 32 * 8
+    with pytest.raises(DataError, match="GiB allowed"):
+        build_cache(tmp_path / "cache", target, paths, LAYERS, max_bytes=needed - 1)
+    assert not (tmp_path / "cache").exists()
+    build_cache(tmp_path / "cache", target, paths, LAYERS, max_bytes=needed)
+    size = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.npy"))
+    assert needed <= size <= needed + 3 * 200
+
+
+def test_damage_is_found(tmp_path, paths):
+    target = tiny_target()
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    file = tmp_path / "features-00001.npy"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"features-00001.npy is not as it was written"):
+        CachedFeatures(tmp_path, target, paths, LAYERS)
+    (tmp_path / "features.json").write_text("{")
+    with pytest.raises(DataError, match="is damaged"):
+        CachedFeatures(tmp_path, target, paths, LAYERS)
