@@ -70,7 +70,9 @@ def regenerate(
     target: Annotated[str, typer.Option(help="pocket, smollm2, a Hugging Face id or a folder.")],
     prompts: Annotated[Path, typer.Option(help="JSON lines, as `data prompts` writes them.")],
     out: Annotated[Path, typer.Option(help="The data folder: new, or one to go on with.")],
-    engine: Annotated[str, typer.Option(help="local (the target runs here) or server.")] = "local",
+    engine: Annotated[
+        str | None, typer.Option(help="local (the target runs here) or server; server if --server is given.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first so many prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one response.")] = 2048,
     max_length: Annotated[
@@ -80,6 +82,12 @@ def regenerate(
     top_k: Annotated[int, typer.Option(min=0, help="BV loss assumes 0, the whole vocabulary.")] = 0,
     top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="BV loss assumes 1.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of all draws.")] = 42,
+    server: Annotated[
+        list[str] | None, typer.Option(help="URL of an OpenAI-compatible server; may be given several times.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The servers' name for the target, if they list several.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at each server.")] = 64,
+    api_key_variable: Annotated[str | None, typer.Option(help="Environment variable with the servers' key.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Responses side by side (local).")] = 64,
     shard_size: Annotated[int, typer.Option(min=1, help="Conversations per shard.")] = 512,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest's counts as JSON to stdout.")] = False,
@@ -89,18 +97,25 @@ def regenerate(
     Stop it at any moment; the same command goes on.
     """
     from blockdraft.cli.progress import Bar
-    from blockdraft.data import LocalEngine, Settings, read_prompts
+    from blockdraft.data import Engine, LocalEngine, ServerEngine, Settings, read_prompts
     from blockdraft.data import regenerate as run
     from blockdraft.data.store import totals
     from blockdraft.targets import Sampling, load_target
 
+    engine = engine or ("server" if server else "local")
     if engine not in ENGINES:
         raise typer.BadParameter(f"{engine!r} is not one of {', '.join(ENGINES)}", param_hint="--engine")
+    if (engine == "server") != bool(server):
+        raise typer.BadParameter("the engine server, and no other, needs the URL of one", param_hint="--server")
     chosen = read_prompts(prompts)[:limit]
-    model = load_target(target)
-    longest = getattr(model.config, "max_position_embeddings", None) or 3072
+    loaded = load_target(target)
+    longest = getattr(loaded.config, "max_position_embeddings", None) or 3072
     settings = Settings(Sampling(temperature, top_k, top_p), max_new_tokens, max_length or min(3072, longest), seed)
-    sampler = LocalEngine(model, settings, batch_size)
+    sampler: Engine = LocalEngine(loaded, settings, batch_size)
+    if server:
+        sampler = ServerEngine(
+            server, loaded, settings, concurrency=concurrency, model=model, key_variable=api_key_variable
+        )
     with Bar(f"{target}, {engine}", len(chosen)) as bar:
 
         def count(conversations: int, num_tokens: int, new: bool) -> None:
@@ -109,7 +124,7 @@ def regenerate(
             else:
                 bar.skip(conversations)
 
-        manifest = run(chosen, model, sampler, settings, out, shard_size=shard_size, on_progress=count)
+        manifest = run(chosen, loaded, sampler, settings, out, shard_size=shard_size, on_progress=count)
     _show_counts(out, totals(manifest), as_json=as_json)
 
 

@@ -10,6 +10,7 @@ from blockdraft.data.local import LocalEngine
 from blockdraft.data.paths import Paths, open_paths
 from blockdraft.data.prompts import Prompt, PromptError
 from blockdraft.data.regenerate import regenerate
+from blockdraft.data.server import ServerEngine
 from blockdraft.data.store import DataError
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Prompt",
     "PromptError",
     "Row",
+    "ServerEngine",
     "Settings",
     "build_cache",
     "check_law",
