@@ -10,10 +10,13 @@ from rich.console import Console
 
 from blockdraft import __version__
 from blockdraft.cli.data import data
+from blockdraft.cli.recipes import estimate, recipes
 from blockdraft.verification import RULES, Rule
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(data, name="data")
+app.add_typer(recipes, name="recipes")
+app.command()(estimate)
 
 
 @app.callback(invoke_without_command=True)
@@ -82,5 +85,6 @@ def _mistakes() -> tuple[type[Exception], ...]:
     from blockdraft.data import DataError, EngineError, PromptError
     from blockdraft.drafters import CheckpointError
     from blockdraft.targets import UnsupportedTargetError
+    from blockdraft.training import RecipeError
 
-    return CheckpointError, DataError, EngineError, PromptError, UnsupportedTargetError
+    return CheckpointError, DataError, EngineError, PromptError, RecipeError, UnsupportedTargetError

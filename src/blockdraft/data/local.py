@@ -28,7 +28,7 @@ class LocalEngine(Engine):
         self.target, self.settings, self.batch_size = target, settings, batch_size
 
     def describe(self) -> dict[str, Any]:
-        return {"name": self.name, "batch_size": self.batch_size, "dtype": str(self.target.dtype).split(".")[-1]}
+        return {"batch_size": self.batch_size, "dtype": str(self.target.dtype).split(".")[-1]}
 
     def run(self, dialogues: Sequence[Dialogue]) -> Iterator[Dialogue]:
         waiting = deque(dialogues)

@@ -76,12 +76,12 @@ def regenerate(
         "prompts": _digest(prompts),
         "num_prompts": len(prompts),
         "shard_size": shard_size,
-        "engine": engine.describe() if engine.by_shard else {"name": engine.name},
+        "engine": {"name": engine.name} | (engine.describe() if engine.by_shard else {}),
         **settings.to_dict(),
     }
     about = {
         "target": target.name,
-        "engine": engine.describe(),
+        "engine": {"name": engine.name} | engine.describe(),
         "blockdraft": blockdraft.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from blockdraft.targets import Target
+from blockdraft.targets import Target, TargetShape
 
 Kind = Literal["dflash", "dspark"]
 MarkovHead = Literal["vanilla", "gated", "rnn"]
@@ -75,7 +75,7 @@ class DrafterConfig:
         return self.num_proposals + (self.slot_layout is SlotLayout.FILL_IN)
 
     @classmethod
-    def for_target(cls, kind: Kind, target: Target, **changes: Any) -> "DrafterConfig":
+    def for_target(cls, kind: Kind, target: Target | TargetShape, **changes: Any) -> "DrafterConfig":
         """The paper's drafter for this target: five layers, 15 proposals, the target's width and heads."""
         known = {field.name for field in dataclasses.fields(cls)}
         for name in changes:

@@ -5,6 +5,7 @@ from blockdraft.targets.cache import KVCache
 from blockdraft.targets.fingerprint import fingerprint
 from blockdraft.targets.loading import load_target
 from blockdraft.targets.sampling import Sampling
+from blockdraft.targets.shape import TargetShape, target_shape
 from blockdraft.targets.slots import Slots
 from blockdraft.targets.target import Message, Target, TargetOutput, UnsupportedTargetError
 
@@ -16,7 +17,9 @@ __all__ = [
     "Span",
     "Target",
     "TargetOutput",
+    "TargetShape",
     "UnsupportedTargetError",
     "fingerprint",
     "load_target",
+    "target_shape",
 ]

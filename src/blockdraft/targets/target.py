@@ -77,16 +77,8 @@ class Target:
         return find_mask_token(self)
 
     def feature_layers(self, num_features: int) -> tuple[int, ...]:
-        """DFlash's choice for K features of T layers: ``round(1 + i (T - 4) / (K - 1))``, or ``T // 2`` for one."""
-        if num_features == 1:
-            return (self.num_layers // 2,)
-        step = (self.num_layers - 4) / (num_features - 1)
-        layers = tuple(round(1 + i * step) for i in range(num_features))
-        if num_features < 1 or len(set(layers)) < num_features or layers[-1] > self.num_layers - 2:
-            raise UnsupportedTargetError(
-                f"{self.name}: {self.num_layers} layers are too few for {num_features} features"
-            )
-        return layers
+        """DFlash's choice of layers for so many features."""
+        return choose_layers(self.name, self.num_layers, num_features)
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for texts of up to ``capacity`` tokens."""
@@ -179,6 +171,17 @@ class Target:
                 f"{self.name}: its logits are not its head times its last hidden state, "
                 "so a drafter that shares the head cannot be trained for it"
             )
+
+
+def choose_layers(name: str, num_layers: int, num_features: int) -> tuple[int, ...]:
+    """DFlash's choice for K features of T layers: ``round(1 + i (T - 4) / (K - 1))``, or ``T // 2`` for one."""
+    if num_features == 1:
+        return (num_layers // 2,)
+    step = (num_layers - 4) / (num_features - 1)
+    layers = tuple(round(1 + i * step) for i in range(num_features))
+    if num_features < 1 or len(set(layers)) < num_features or layers[-1] > num_layers - 2:
+        raise UnsupportedTargetError(f"{name}: {num_layers} layers are too few for {num_features} features")
+    return layers
 
 
 MASK_TOKENS = {"qwen3": 151_669}

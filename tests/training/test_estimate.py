@@ -1,0 +1,66 @@
+"""Estimates against models that are there, and against published sizes."""
+
+import pytest
+
+from blockdraft.data import OnlineFeatures, Paths, Row, build_cache
+from blockdraft.drafters import DrafterConfig, build_drafter
+from blockdraft.targets import load_target, target_shape
+from blockdraft.training import estimate, load_recipe
+
+
+def of(name, assignments=(), **changes):
+    options = {"num_devices": 1, "num_texts": 100_000, "tokens_per_text": 1000.0}
+    return estimate(load_recipe(name, list(assignments)), **(options | changes))
+
+
+def test_parameters_are_those_of_the_models():
+    target = load_target("pocket")
+    recipe = load_recipe("pocket-dspark-bv")
+    drafter = build_drafter(DrafterConfig.for_target("dspark", target, **recipe.drafter.changes()))
+    found = of("pocket-dspark-bv")
+    assert found.drafter_parameters == sum(p.numel() for p in drafter.parameters())
+    assert found.target_parameters == sum(p.numel() for p in target.model.parameters())
+    assert found.target_bytes == 4 * found.target_parameters
+    assert found.optimizer_bytes == 12 * found.drafter_parameters
+
+
+def test_published_sizes():
+    """537M drafter weights for a 4B target, 1.05B for 8B; 30.7 KB of features a token."""
+    assert of("qwen3-4b-dflash-ce").drafter_parameters / 1e6 == pytest.approx(537, abs=1)
+    assert of("qwen3-8b-dflash-ce").drafter_parameters / 1e9 == pytest.approx(1.05, abs=0.01)
+    assert of("qwen3-4b-dflash-ce").target_parameters / 1e9 == pytest.approx(4.02, abs=0.01)
+    assert of("qwen3-8b-dflash-ce").target_parameters / 1e9 == pytest.approx(8.19, abs=0.01)
+    assert of("qwen3-4b-dflash-ce").cache_bytes / 1e8 == pytest.approx(30.7e3, rel=0.01)
+
+
+def test_smollm2_is_as_it_is_said_to_be():
+    shape, target = target_shape("smollm2"), load_target("smollm2")
+    assert shape.num_parameters == sum(p.numel() for p in target.model.parameters())
+    assert (shape.num_layers, shape.vocab_size) == (target.num_layers, target.vocab_size)
+
+
+def test_a_feature_cache_takes_what_was_said(tmp_path):
+    target = load_target("pocket")
+    paths = Paths.of([Row("a", list(range(10, 30)), list(range(30, 70)), "stop")] * 5)
+    recipe = load_recipe("pocket-dflash-bv")
+    layers = target.feature_layers(recipe.drafter.num_features)
+    build_cache(tmp_path, target, paths, layers, max_bytes=10**9)
+    said = of("pocket-dflash-bv", num_texts=5, tokens_per_text=60).cache_bytes
+    written = sum(file.stat().st_size for file in tmp_path.glob("*.npy"))
+    assert said <= written <= said + 256
+    assert OnlineFeatures(target, layers).layers == layers
+
+
+def test_steps_and_shares():
+    found = of("qwen3-4b-dflash-bv", num_texts=98_499)
+    assert found.num_steps == 6 * 3079
+    assert of("qwen3-4b-dflash-bv", ["optimizer.max_steps=7"]).num_steps == 7
+    alone, many = of("qwen3-4b-dflash-bv"), of("qwen3-4b-dflash-bv", ["runtime.parallel=fsdp"], num_devices=8)
+    assert many.optimizer_bytes == alone.optimizer_bytes // 8
+    assert many.activation_bytes == pytest.approx(alone.activation_bytes / 8, rel=0.01)
+    assert many.target_bytes == alone.target_bytes
+    assert (
+        of("qwen3-4b-dflash-bv", ["runtime.shard_target=true"], num_devices=8).target_bytes == alone.target_bytes // 8
+    )
+    assert alone.fused_bytes < alone.unfused_bytes / 8
+    assert of("qwen3-4b-dflash-bv", ["batch.accumulation=4"]).activation_bytes < alone.activation_bytes / 3

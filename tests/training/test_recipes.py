@@ -1,0 +1,84 @@
+"""Recipes: strict, composed from small parts, every shipped one valid, the paper's numbers their defaults."""
+
+import pytest
+
+from blockdraft.training import Recipe, RecipeError, load_recipe, shipped_names
+
+
+def test_the_defaults_are_the_papers():
+    recipe = Recipe()
+    assert recipe.drafter.num_layers == 5
+    assert recipe.drafter.num_proposals == 15
+    assert recipe.optimizer.rate == 6e-4
+    assert recipe.optimizer.warmup == 0.04
+    assert recipe.optimizer.epochs == 6
+    assert recipe.batch.num_texts == 32
+    assert recipe.seed == 42
+    assert recipe.annealing.model_dump() == {"share": 0.5, "initial": 0.0, "final": 1.0}
+    assert recipe.drafter.initial == "scratch"
+
+
+def test_every_combination_is_shipped_and_valid():
+    names = shipped_names()
+    assert len(names) == 4 * 2 * 6
+    for name in names:
+        recipe = load_recipe(name)
+        kind, objective = name.split("-")[-2:]
+        assert recipe.drafter.kind == kind
+        assert recipe.objective.name == objective
+    for target in ("qwen3-4b", "qwen3-8b"):
+        recipe = load_recipe(f"{target}-dflash-bv")
+        plain = Recipe().model_dump()
+        assert {k: v for k, v in recipe.model_dump().items() if k not in ("target", "objective")} == {
+            k: v for k, v in plain.items() if k not in ("target", "objective")
+        }
+
+
+@pytest.mark.parametrize(("kind", "eta"), [("dflash", 7.0), ("dspark", 4.0)])
+def test_token_objectives_get_the_papers_eta_unless_the_recipe_says_otherwise(kind, eta):
+    name = f"qwen3-4b-{kind}-ce"
+    assert load_recipe(name).make_objective().eta == eta
+    assert load_recipe(name, ["objective.options.eta=2.5"]).make_objective().eta == 2.5
+
+
+def test_a_recipe_survives_being_written_and_read(tmp_path):
+    recipe = load_recipe("pocket-dspark-bv", ["data.path=somewhere", "optimizer.betas=[0.8, 0.9]"])
+    (tmp_path / "r.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / "r.yaml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("optimizer.epoch=3", "unknown field 'optimizer.epoch', did you mean 'epochs'?"),
+        ("optimiser.rate=3", "unknown field 'optimiser', did you mean 'optimizer'?"),
+        ("batch.num_texts=0", "batch.num_texts: input should be greater than or equal to 1, got 0"),
+        ("optimizer.rate=fast", "optimizer.rate: input should be a valid number"),
+        ("objective.name=bw", "unknown objective 'bw'"),
+        ("objective.options.betta=1", "did you mean 'beta'?"),
+        ("drafter.kind=eagle", "drafter.kind: input should be 'dflash' or 'dspark'"),
+        ("data.features=cached", "say where with data.cache"),
+        ("seed", "'seed' is not of the form key.path=value"),
+        ("seed=[1", "the value is not YAML"),
+        ("batch=3", "batch: input should be a valid dictionary"),
+    ],
+)
+def test_mistakes_are_named(assignment, message):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("pocket-dflash-bv", [assignment])
+    assert message in str(caught.value)
+
+
+def test_names_and_files_that_are_not_there_or_not_recipes(tmp_path):
+    with pytest.raises(RecipeError, match="did you mean 'pocket-dflash-bv'"):
+        load_recipe("pocket-dflash-bvv")
+    with pytest.raises(RecipeError, match="recipes ls"):
+        load_recipe(tmp_path / "no")
+    (tmp_path / "r.yaml").write_text("- 1\n")
+    with pytest.raises(RecipeError, match="a mapping of sections, not a list"):
+        load_recipe(tmp_path / "r.yaml")
+    (tmp_path / "r.yaml").write_text("a: [1\n")
+    with pytest.raises(RecipeError, match="not a YAML file"):
+        load_recipe(tmp_path / "r.yaml")
+    (tmp_path / "r.yaml").write_text("")
+    assert load_recipe(tmp_path / "r.yaml") == Recipe()
