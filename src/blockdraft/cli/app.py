@@ -11,12 +11,14 @@ from rich.console import Console
 from blockdraft import __version__
 from blockdraft.cli.data import data
 from blockdraft.cli.recipes import estimate, recipes
+from blockdraft.cli.train import train
 from blockdraft.verification import RULES, Rule
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(data, name="data")
 app.add_typer(recipes, name="recipes")
 app.command()(estimate)
+app.command()(train)
 
 
 @app.callback(invoke_without_command=True)

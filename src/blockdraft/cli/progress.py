@@ -1,7 +1,7 @@
 """A bar on stderr: how far, how fast, how long still."""
 
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -15,6 +15,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from blockdraft.training.trainer import Progress as Step
 
 
 class Bar:
@@ -61,3 +64,38 @@ class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         seconds = task.elapsed or 0.0
         return Text(f"{task.fields['tokens'] / seconds:,.0f} tokens/s" if seconds > 0 else "")
+
+
+class TrainingBar:
+    """Steps, with what the last one measured."""
+
+    def __init__(self, label: str, num_steps: int, first: int, *, shown: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=Console(stderr=True),
+            disable=not shown,
+            speed_estimate_period=120,
+        )
+        self._task = self._progress.add_task(label, total=num_steps, completed=first, numbers="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, progress: "Step") -> None:
+        """After a step."""
+        m = progress.metrics
+        numbers = f"loss {m['loss']:.3f}  accepted {m['length_block']:.2f}  rate {m['rate']:.1e}"
+        numbers += f"  {m['num_blocks'] * m['steps_per_second']:,.0f} blocks/s  waiting {m['waiting_for_data']:.0%}"
+        self._progress.update(self._task, completed=progress.step, numbers=numbers)

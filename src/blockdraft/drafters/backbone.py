@@ -96,9 +96,18 @@ class Layer(nn.Module):
         return self.self_attn.keys_and_values(context, rotary)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend: Attend
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        context: Tensor,
+        context_rotary: tuple[Tensor, Tensor],
+        attend: Attend,
     ) -> Tensor:
-        """``[A, S, H]`` -> ``[A, S, H]``, given the context's keys and values."""
+        """``[A, S, H]`` -> ``[A, S, H]``, given the context ``[N, T, H]``."""
+        return self.block(x, rotary, self.context(context, context_rotary), attend)
+
+    def block(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """The same, given the context's keys and values."""
         normed = self.input_layernorm(x)
         k, v = self.self_attn.keys_and_values(normed, rotary)
         attended = attend(self.self_attn.queries(normed, rotary), k, v, *context)

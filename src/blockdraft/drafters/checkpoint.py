@@ -1,9 +1,11 @@
 """Drafters on disk: ``config.json`` and ``model.safetensors``, every name and shape checked."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from blockdraft.atomic import replacing
 from blockdraft.drafters.config import DrafterConfig
@@ -17,10 +19,11 @@ class CheckpointError(ValueError):
     """A folder that is not a drafter for this target, with the reason."""
 
 
-def save_drafter(drafter: Drafter, folder: str | Path) -> None:
-    """Write config and weights; each file appears whole or not at all."""
+def save_drafter(drafter: Drafter, folder: str | Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Write config and weights, the drafter's own unless given; each file appears whole or not at all."""
     folder = Path(folder)
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in drafter.state_dict().items()}
+    tensors = drafter.state_dict() if tensors is None else tensors
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     with replacing(folder / WEIGHTS) as unfinished:
         save_file(tensors, unfinished, metadata={"format": "pt"})
     with replacing(folder / CONFIG) as unfinished:

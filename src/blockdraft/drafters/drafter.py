@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from blockdraft.drafters.attention import Anchors, BlockAttention, FlexAttention, GroupedAttention
 from blockdraft.drafters.backbone import ContextCache, Layer, Rotary
@@ -36,6 +37,8 @@ class Drafter(nn.Module, ABC):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config)
+        self.checkpoint_activations = False
+        """Recompute each layer in the backward pass instead of keeping what it made."""
 
     # Training: many blocks at once
 
@@ -69,7 +72,11 @@ class Drafter(nn.Module, ABC):
         rotary = self.rotary((anchors.position - anchors.start)[:, None] + slots, x.dtype)
         attend = (make_attention or default_attention)(anchors, self.config.num_slots, num_rows, length)
         for layer in self._layers():
-            x = layer(x, rotary, layer.context(context, context_rotary), attend)
+            inputs = (x, rotary, context, context_rotary, attend)
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(layer, *inputs, use_reentrant=False)
+            else:
+                x = layer(*inputs)
         return self._predictions(self.norm(x))
 
     def markov(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -102,7 +109,7 @@ class Drafter(nn.Module, ABC):
         positions = cache.length + torch.arange(self.config.num_slots, device=x.device)
         rotary = self.rotary(positions[None], x.dtype)
         for i, layer in enumerate(self._layers()):
-            x = layer(x, rotary, (x, x), cache.attend(i))
+            x = layer.block(x, rotary, (x, x), cache.attend(i))
         return self._draft(self._predictions(self.norm(x)), anchor, target, temperature, generator)
 
     @abstractmethod

@@ -3,5 +3,6 @@
 from blockdraft.training.estimate import Estimate, estimate
 from blockdraft.training.recipe import Recipe, RecipeError
 from blockdraft.training.shipped import load_recipe, shipped_names
+from blockdraft.training.trainer import Trainer
 
-__all__ = ["Estimate", "Recipe", "RecipeError", "estimate", "load_recipe", "shipped_names"]
+__all__ = ["Estimate", "Recipe", "RecipeError", "Trainer", "estimate", "load_recipe", "shipped_names"]

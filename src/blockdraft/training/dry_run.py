@@ -1,0 +1,43 @@
+"""Everything a run needs, tried out in a moment."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from blockdraft.drafters import load_drafter
+from blockdraft.targets import Target
+from blockdraft.training.estimate import GIB, estimate
+from blockdraft.training.processes import Processes
+from blockdraft.training.recipe import Recipe
+from blockdraft.training.trainer import Trainer
+
+
+def dry_run(recipe: Recipe, target: Target, processes: Processes) -> Iterator[str]:
+    """Check recipe, data and target, take two steps, write and read a checkpoint; a line for each."""
+    yield f"recipe: {recipe.objective.name} on {recipe.drafter.kind}, valid"
+    yield f"target: {target.name}, {target.num_layers} layers, vocabulary {target.vocab_size:,}"
+    with tempfile.TemporaryDirectory() as folder:
+        short = recipe.model_copy(update={"record": recipe.record.model_copy(update={"tensorboard": False})})
+        trainer = Trainer(short, target, Path(folder), processes)
+        paths = trainer.paths
+        yield f"data: {len(paths):,} texts, {len(paths.tokens):,} tokens, every checksum right"
+        yield f"plan: {trainer.num_steps:,} steps, {trainer.plan.steps_per_epoch:,} an epoch"
+        found = estimate(
+            recipe, num_devices=processes.num, num_texts=len(paths), tokens_per_text=len(paths.tokens) / len(paths)
+        )
+        yield f"memory: about {found.device_bytes / GIB:.2f} GiB a device"
+        for batches in trainer.feed.steps(0, min(2, trainer.num_steps)):
+            metrics = trainer.take_step(batches)
+            yield f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient {metrics['norm']:.4f}"
+        trainer.save(trainer.evaluate())
+        if processes.first:
+            again = load_drafter(Path(folder) / "checkpoint", target)
+            weights = trainer.checkpoints.load()
+            assert weights is not None
+            if not processes.distributed:
+                ours = trainer.drafter.state_dict()
+                if not all(torch.equal(ours[name], tensor) for name, tensor in again.state_dict().items()):
+                    raise RuntimeError("the checkpoint does not hold the weights that were saved")
+        yield "checkpoint: written and read"

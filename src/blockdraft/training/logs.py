@@ -1,0 +1,66 @@
+"""Where numbers go: ``metrics.jsonl`` always, TensorBoard, Weights & Biases or trackio if asked."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from blockdraft.training.recipe import Recipe, RecipeError
+
+
+class Logs:
+    """Of one run; used by the process that writes."""
+
+    def __init__(self, run: Path, recipe: Recipe) -> None:
+        self.path = run / "metrics.jsonl"
+        self._file = self.path.open("a")
+        self._writers: list[Any] = []
+        record = recipe.record
+        if record.tensorboard:
+            self._writers.append(_TensorBoard(run / "tensorboard"))
+        for name in ("wandb", "trackio"):
+            if getattr(record, name):
+                self._writers.append(_Tracker(name, run, recipe))
+
+    def write(self, values: dict[str, Any]) -> None:
+        """One line; ``step`` is among the values."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float) and key != "step"}
+        for writer in self._writers:
+            writer.write(numbers, values["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        for writer in self._writers:
+            writer.close()
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Tracker:
+    """wandb and trackio share their interface."""
+
+    def __init__(self, name: str, run: Path, recipe: Recipe) -> None:
+        try:
+            self._module = __import__(name)
+        except ImportError as error:
+            raise RecipeError(f"record.{name} needs a package of its own: pip install {name}") from error
+        self._module.init(project="blockdraft", name=run.name, config=recipe.model_dump(mode="json"))
+
+    def write(self, numbers: dict[str, float], step: int) -> None:
+        self._module.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._module.finish()
