@@ -76,6 +76,7 @@ class Trainer:
         if recipe.data.path is None:
             raise RecipeError("the recipe has no data; set data.path to a folder that data regenerate wrote")
         self.paths = open_paths(recipe.data.path, target)
+        self._fingerprint = fingerprint(target)  # before its layers may be sharded
         _refuse_other_law(recipe, self.paths.manifest)
         training, heldout = self.paths.split(recipe.data.heldout, recipe.seed)
         drafter = new_drafter(recipe, target).to(self.processes.device)
@@ -252,7 +253,7 @@ class Trainer:
     def _about(self) -> dict[str, Any]:
         return {
             "recipe": self.recipe.model_dump(mode="json"),
-            "target": {"name": self.target.name, "fingerprint": fingerprint(self.target)},
+            "target": {"name": self.target.name, "fingerprint": self._fingerprint},
             "data": self.paths.identity,
             "num_steps": self.num_steps,
             "steps_per_epoch": self.plan.steps_per_epoch,

@@ -1,0 +1,41 @@
+"""Small runs on a tiny target, for tests and for the processes they start."""
+
+import torch
+
+from blockdraft.data import LocalEngine, Prompt, Settings, regenerate
+from blockdraft.training import Recipe, Trainer
+from blockdraft.training.recipe import override, parse
+
+from tiny import tiny_target
+
+SMALL = [
+    "drafter.num_layers=2", "drafter.num_proposals=4", "drafter.num_features=3", "drafter.markov_rank=6",
+    "batch.num_texts=6", "batch.num_anchors=30", "optimizer.epochs=2", "optimizer.rate=0.003", "data.heldout=6",
+    "record.heldout_blocks=40", "record.log_every=1", "record.save_every=3", "record.tensorboard=false",
+]  # fmt: skip
+
+
+def target():
+    return tiny_target(dtype=torch.float32)
+
+
+def make_data(folder, model=None, num=36, **changes):
+    model = model or target()
+    settings = Settings(max_new_tokens=16, max_length=60, **changes)
+    prompts = [Prompt(f"p{i}", (f"w{5 + i % 30} w{6 + i % 7}",)) for i in range(num)]
+    regenerate(prompts, model, LocalEngine(model, settings, 8), settings, folder, shard_size=20)
+    return folder
+
+
+def recipe(data, *assignments) -> Recipe:
+    return parse(override({}, [*SMALL, f"data.path={data}", *assignments]), "test")
+
+
+def train(data, run, *assignments, model=None, **options):
+    trainer = Trainer(recipe(data, *assignments), model or target(), run, **options)
+    trainer.run()
+    return trainer
+
+
+def weights(trainer):
+    return {name: tensor.detach().clone() for name, tensor in trainer.drafter.state_dict().items()}
