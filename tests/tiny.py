@@ -8,7 +8,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from blockdraft.drafters import Drafter, DrafterConfig, build_drafter
+from blockdraft.drafters import Anchors, Drafter, DrafterConfig, build_drafter
+from blockdraft.losses import fused_linear_objective, objective
 from blockdraft.targets import Target
 
 FAMILIES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
@@ -77,3 +78,25 @@ def tiny_drafter(kind, target, *, seed=1, **changes) -> Drafter:
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return drafter.to(target.dtype).eval()
+
+
+def overfit(drafter, target, text, prompt_length, *, num_steps, rate) -> Drafter:
+    """Train on every block of one text, written out as a loop of its own."""
+    num = drafter.config.num_proposals
+    tokens = torch.tensor([text])
+    output = target.forward(tokens, layers=drafter.config.target_layers)
+    position = torch.arange(prompt_length, len(text) - num)
+    anchors = Anchors.of(torch.zeros_like(position), position)
+    at = position[:, None] + torch.arange(num + 1)
+    path = tokens[0, at]
+    optimizer = torch.optim.AdamW(drafter.train().parameters(), lr=rate)
+    for _ in range(num_steps):
+        hidden = drafter(output.features, path[:, 0], anchors, target)
+        value = fused_linear_objective(
+            objective("ce"), hidden, output.hidden[0, at[:, :-1]], target.head, target.head, path[:, 1:],
+            markov=drafter.markov(hidden, path[:, :-1]),
+        )  # fmt: skip
+        optimizer.zero_grad()
+        value.loss.backward()
+        optimizer.step()
+    return drafter.eval()

@@ -10,6 +10,8 @@ from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.targets import Target, load_target
 from blockdraft.targets.loading import EMBEDDED
 
+from tiny import overfit
+
 
 @functools.cache
 def embedded(name) -> Target:
@@ -29,6 +31,31 @@ def test_greedy_text_is_that_of_transformers_with_and_without_a_drafter(name):
         config = DrafterConfig.for_target(kind, target, num_layers=1, num_proposals=5, num_features=2)
         drafter = build_drafter(config).eval()
         assert generate(target, drafter, ids, rule="greedy", max_new_tokens=20).tokens == plain.tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "num_steps"), [("pocket", "dflash", 150), ("pocket", "dspark", 40), ("smollm2", "dspark", 25)]
+)
+def test_greedy_text_is_the_same_with_a_drafter_that_was_trained(name, kind, num_steps):
+    """Trained on the answer to one question, asked that one and another: blocks are kept and cut, no token changes."""
+    target, num = embedded(name), 40 if name == "pocket" else 20
+    known, other = (
+        target.render([{"role": "user", "content": question}])
+        for question in ("What is a river?", "Tom has 3 apples and buys 4 more. How many apples does he have?")
+    )
+    plain = {str(ids): generate(target, None, ids, rule="greedy", max_new_tokens=num).tokens for ids in (known, other)}
+    torch.manual_seed(0)
+    rank = {"markov_rank": 16} if kind == "dspark" else {}
+    config = DrafterConfig.for_target(kind, target, num_layers=1, num_proposals=4, num_features=2, **rank)
+    drafter = build_drafter(config)
+    overfit(drafter, target, known + plain[str(known)], len(known), num_steps=num_steps, rate=3e-3)
+    lengths = []
+    for ids in (known, other):
+        out = generate(target, drafter, ids, rule="greedy", max_new_tokens=num)
+        assert out.tokens == plain[str(ids)]
+        lengths.append(out.acceptance_length)
+    assert lengths[0] > 2
+    assert lengths[0] > lengths[1]
 
 
 def test_smollm2_can_be_written_as_an_ordinary_folder(tmp_path):

@@ -7,12 +7,11 @@ import torch
 
 from blockdraft.decoding import generate
 from blockdraft.drafters import Anchors, Proposal
-from blockdraft.losses import fused_linear_objective, objective
 from blockdraft.targets import Sampling
 from blockdraft.verification import law
 from blockdraft.verification.reference import enumerate_round, joint_law
 
-from tiny import EOS, FAMILIES, tiny_drafter, tiny_target
+from tiny import EOS, FAMILIES, overfit, tiny_drafter, tiny_target
 
 PROMPT = [7, 3, 9, 30, 12]
 DRAFTERS = [("dflash", {}), ("dspark", {}), ("dspark", {"markov_head": "rnn"})]
@@ -237,25 +236,10 @@ def test_bad_input_is_named(options, message):
 def test_a_drafter_overfitted_to_one_text_has_whole_blocks_accepted(kind):
     """Train on the target's greedy text, decode it again: the gate that masks, slots and labels line up."""
     target = without_end(dtype=torch.float32)
-    drafter = tiny_drafter(kind, target, num_layers=2).train()
+    drafter = tiny_drafter(kind, target, num_layers=2)
     text = PROMPT + generate(target, None, PROMPT, rule="greedy", max_new_tokens=41).tokens
-    tokens = torch.tensor([text])
-    output = target.forward(tokens, layers=drafter.config.target_layers)
-    position = torch.arange(len(PROMPT), len(text) - 4)
-    anchors = Anchors.of(torch.zeros_like(position), position)
-    at = position[:, None] + torch.arange(5)
-    path = tokens[0, at]
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-    for _ in range(150):
-        hidden = drafter(output.features, path[:, 0], anchors, target)
-        value = fused_linear_objective(
-            objective("ce"), hidden, output.hidden[0, at[:, :-1]], target.head, target.head, path[:, 1:],
-            markov=drafter.markov(hidden, path[:, :-1]),
-        )  # fmt: skip
-        optimizer.zero_grad()
-        value.loss.backward()
-        optimizer.step()
-    out = generate(target, drafter.eval(), PROMPT, rule="greedy", max_new_tokens=36)
+    overfit(drafter, target, text, len(PROMPT), num_steps=150, rate=3e-3)
+    out = generate(target, drafter, PROMPT, rule="greedy", max_new_tokens=36)
     assert out.tokens == text[5:41]
     assert out.acceptance_length == 5
     assert EOS not in target.eos_ids
