@@ -54,6 +54,7 @@ bench: $(INSTALLED) ## the benchmarks, ratios measured side by side
 	$(PIP) --no-deps liger-kernel
 	$(BIN)/python benchmarks/losses.py
 	$(BIN)/python benchmarks/decoding.py
+	$(BIN)/python benchmarks/regenerate.py
 
 pins: $(INSTALLED) ## write constraints.txt anew from what .venv holds
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(pip|setuptools)==' \

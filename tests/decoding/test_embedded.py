@@ -45,9 +45,7 @@ def test_greedy_text_is_the_same_with_a_drafter_that_was_trained(name, kind, num
     )
     plain = {str(ids): generate(target, None, ids, rule="greedy", max_new_tokens=num).tokens for ids in (known, other)}
     torch.manual_seed(0)
-    rank = {"markov_rank": 16} if kind == "dspark" else {}
-    config = DrafterConfig.for_target(kind, target, num_layers=1, num_proposals=4, num_features=2, **rank)
-    drafter = build_drafter(config)
+    drafter = build_drafter(DrafterConfig.for_target(kind, target, num_layers=1, num_proposals=4, num_features=2))
     overfit(drafter, target, known + plain[str(known)], len(known), num_steps=num_steps, rate=3e-3)
     lengths = []
     for ids in (known, other):
