@@ -1,5 +1,7 @@
 """Cached features are the online ones; a cache of something else, too large or damaged is refused."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -103,3 +105,19 @@ def test_damage_is_found(tmp_path, paths):
     (tmp_path / "features.json").write_text("{")
     with pytest.raises(DataError, match="is damaged"):
         CachedFeatures(tmp_path, target, paths, LAYERS)
+
+
+def test_a_file_made_anew_takes_its_old_place(tmp_path, paths):
+    target = tiny_target()
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    index = json.loads((tmp_path / "features.json").read_text())
+    del index["shards"]["features-00000.npy"]
+    (tmp_path / "features.json").write_text(json.dumps(index))
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    (part,) = share_out(Plan(paths, num_texts=11, num_anchors=99, num_proposals=3, seed=0).step(0, 0), 1, paths)
+    batch, texts = collate(part, paths, 3), [each.text for each in part]
+    ours = CachedFeatures(tmp_path, target, paths, LAYERS)(batch, texts)
+    theirs = OnlineFeatures(target, LAYERS)(batch, texts)
+    for span in batch.spans:
+        at = (span.row, slice(span.start, span.end))
+        torch.testing.assert_close(ours.features[at], theirs.features[at])

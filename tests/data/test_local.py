@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockdraft.data import Dialogue, LocalEngine, Prompt, Settings
+from blockdraft.data import Dialogue, EngineError, LocalEngine, Prompt, Settings
 from blockdraft.data.local import draw
 from blockdraft.decoding import generate
 from blockdraft.targets import Sampling
@@ -136,3 +136,21 @@ def test_bad_settings_are_refused():
         LocalEngine(tiny_target(), Settings(), 0)
     with pytest.raises(ValueError, match="max_new_tokens"):
         Settings(max_new_tokens=0)
+
+
+def test_probabilities_that_are_not_numbers_are_refused():
+    with pytest.raises(EngineError, match="not numbers"):
+        draw(torch.tensor([[0.5, torch.nan]]), torch.tensor([0.5], dtype=torch.float64))
+
+
+def test_a_conversation_that_the_template_refuses_is_dropped_and_the_others_go_on():
+    target = tiny_target()
+    usual = target.tokenizer.chat_template
+    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+    try:
+        target.tokenizer.chat_template = refuse + usual
+        done = run(target, Settings(max_new_tokens=5, max_length=40), [Prompt("a", ("w5",), system="w6"), *prompts(2)])
+    finally:
+        target.tokenizer.chat_template = usual
+    assert done[0].dropped == "refused by the chat template: no system messages"
+    assert [len(dialogue.rows) for dialogue in done] == [0, 1, 1]

@@ -172,7 +172,7 @@ def test_rows_that_cannot_be_told_are_dropped(reason, target, serve):
     assert (dialogue.dropped, dialogue.rows) == (reason, [])
 
 
-@pytest.mark.parametrize("reply", [{"token_ids": [], "finish": "length"}, {"token_ids": []}, {"text": ""}])
+@pytest.mark.parametrize("reply", [{"token_ids": [], "finish": "length"}, {"token_ids": []}])
 def test_empty_responses_are_dropped(reply, target, serve):
     server = serve(after_probe(lambda body, _: completion(body, **reply)))
     assert only(regenerate(target, server)).dropped == "empty response"
@@ -201,11 +201,24 @@ def test_a_prompt_of_another_length_drops_the_row(target, serve):
     assert dialogue.dropped == "the server read another number of prompt tokens"
 
 
-@pytest.mark.parametrize("end", [{}, {"stop_reason": 3}, {"matched_stop": 3}])
-def test_an_end_token_left_out_is_put_back(end, serve):
+@pytest.mark.parametrize(
+    ("end", "put_back"), [({"stop_reason": None}, EOS), ({"stop_reason": 3}, 3), ({"matched_stop": 3}, 3)]
+)
+def test_an_end_token_left_out_is_put_back(end, put_back, serve):
     target = tiny_target(eos=[EOS, 3])
     dialogue = only(regenerate(target, serve(after_probe(lambda body, _: completion(body, WORDS, **end)))))
-    assert dialogue.rows[0].response_ids == [*WORDS, 3 if end else EOS]
+    assert dialogue.rows[0].response_ids == [*WORDS, put_back]
+
+
+def test_an_end_token_that_could_be_either_drops_the_row(serve):
+    target = tiny_target(eos=[EOS, 3])
+    dialogue = only(regenerate(target, serve(after_probe(lambda body, _: completion(body, WORDS)))))
+    assert dialogue.dropped == "stopped at an end token that cannot be told"
+
+
+def test_text_without_the_number_of_its_tokens_drops_the_row(target, serve):
+    server = serve(after_probe(lambda body, _: completion(body, text="w7 w8")))
+    assert only(regenerate(target, server)).dropped == "neither token ids nor their number came with its text"
 
 
 def test_a_response_cut_by_its_budget_stays_as_it_is(target, serve):

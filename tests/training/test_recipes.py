@@ -58,6 +58,9 @@ def test_a_recipe_survives_being_written_and_read(tmp_path):
         ("objective.options.betta=1", "did you mean 'beta'?"),
         ("drafter.kind=eagle", "drafter.kind: input should be 'dflash' or 'dspark'"),
         ("data.features=cached", "say where with data.cache"),
+        ("seed=-1", "seed: input should be greater than or equal to 0, got -1"),
+        ("optimizer.betas=[1.0, 2.0]", "optimizer.betas.0: input should be less than 1"),
+        ("objective.options.beta=high", "objective"),
         ("seed", "'seed' is not of the form key.path=value"),
         ("seed=[1", "the value is not YAML"),
         ("batch=3", "batch: input should be a valid dictionary"),
@@ -82,3 +85,8 @@ def test_names_and_files_that_are_not_there_or_not_recipes(tmp_path):
         load_recipe(tmp_path / "r.yaml")
     (tmp_path / "r.yaml").write_text("")
     assert load_recipe(tmp_path / "r.yaml") == Recipe()
+
+
+def test_numbers_that_yaml_takes_for_text():
+    recipe = load_recipe("pocket-dflash-bv", ["objective.options.ramp_floor=1e-6"])
+    assert recipe.make_objective().ramp_floor == 1e-6

@@ -15,10 +15,12 @@ import torch
 import torch.multiprocessing
 from safetensors.torch import load_file
 
+from blockdraft.atomic import locked
 from blockdraft.data import DataError
 from blockdraft.drafters import load_drafter
 from blockdraft.targets import Sampling
 from blockdraft.training import RecipeError, Trainer, load_recipe, shipped_names
+from blockdraft.training.checkpoints import Checkpoints
 from blockdraft.training.recipe import merge, parse
 from blockdraft.training.schedule import Schedule
 from blockdraft.training.trainer import StoppedError, TrainingError
@@ -212,7 +214,7 @@ def test_every_shipped_recipe_takes_two_steps_with_a_tiny_target(tmp_path, famil
         assert trainer.step == 2
         assert all(torch.isfinite(tensor).all() for tensor in weights(trainer).values())
         taken += 1
-    assert taken == 36 if family == "qwen3" else 12
+    assert taken == (36 if family == "qwen3" else 12)
 
 
 def test_weights_may_begin_as_the_targets_last_layers(data):
@@ -267,3 +269,60 @@ def test_beta_rises_as_the_recipe_says_and_the_rate_as_the_schedule(tmp_path, da
 def test_epochs_are_kept_if_asked(tmp_path, data):
     train(data, tmp_path, "record.keep_epochs=true", "record.save_every=1")
     assert {"00000005", "00000010"} <= {path.name for path in (tmp_path / "steps").iterdir()}
+
+
+def scripted(monkeypatch, lengths):
+    """Held-out lengths as told, by step."""
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: {"heldout_length_block": lengths[self.step]})
+
+
+def best(run):
+    return int((run / "best").resolve().name)
+
+
+def test_the_best_checkpoint_is_one_that_was_measured(tmp_path, data, monkeypatch):
+    scripted(monkeypatch, {0: 1.0, 5: 2.0, 10: 1.5})
+    train(data, tmp_path)
+    assert best(tmp_path) == 5
+    assert (tmp_path / "checkpoint").resolve().name == "00000010"
+
+
+def test_a_measurement_on_resuming_does_not_count_for_later_weights(tmp_path, data, monkeypatch):
+    scripted(monkeypatch, {0: 1.0, 5: 2.0, 7: 3.0, 8: 3.0, 10: 1.5})
+    first = Trainer(recipe(data), target(), tmp_path)
+
+    def ask(progress):
+        if progress.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedError):
+        first.run(ask)
+    train(data, tmp_path)
+    assert best(tmp_path) == 5
+
+
+def test_a_kill_between_the_two_links_does_not_lose_the_best(tmp_path, data, monkeypatch):
+    scripted(monkeypatch, {0: 1.0, 5: 2.0, 10: 1.5})
+    point = Checkpoints._point
+
+    def dying(self, name, folder):
+        if name == "best":
+            raise KeyboardInterrupt
+        point(self, name, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_point", dying)
+        with pytest.raises(KeyboardInterrupt):
+            train(data, tmp_path)
+    train(data, tmp_path)
+    assert best(tmp_path) == 5
+
+
+def test_without_held_out_texts_the_last_is_the_best(tmp_path, data):
+    train(data, tmp_path, "data.heldout=0")
+    assert best(tmp_path) == int((tmp_path / "checkpoint").resolve().name)
+
+
+def test_only_one_trainer_works_in_a_folder(tmp_path, data):
+    with locked(tmp_path), pytest.raises(RecipeError, match="another process trains"):
+        train(data, tmp_path)

@@ -81,6 +81,9 @@ def main() -> None:
     except _mistakes() as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _mistakes() -> tuple[type[Exception], ...]:

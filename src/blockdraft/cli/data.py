@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    import torch
+
     from blockdraft.data.selection import Summary
 
 ENGINES = ("local", "server")
+
+Device = Annotated[str, typer.Option(help="Where the target runs: cpu, cuda, cuda:1.")]
+Precision = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; else float32 on a CPU, bfloat16 elsewhere.")
+]
 
 data = typer.Typer(no_args_is_help=True, help="Prompts and training data.")
 
@@ -81,7 +88,7 @@ def regenerate(
     temperature: Annotated[float, typer.Option(min=0.0, help="BV loss assumes 1.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="BV loss assumes 0, the whole vocabulary.")] = 0,
     top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="BV loss assumes 1.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of all draws.")] = 42,
+    seed: Annotated[int, typer.Option(min=0, help="Of all draws.")] = 42,
     server: Annotated[
         list[str] | None, typer.Option(help="URL of an OpenAI-compatible server; may be given several times.")
     ] = None,
@@ -90,6 +97,8 @@ def regenerate(
     api_key_variable: Annotated[str | None, typer.Option(help="Environment variable with the servers' key.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Responses side by side (local).")] = 64,
     shard_size: Annotated[int, typer.Option(min=1, help="Conversations per shard.")] = 512,
+    device: Device = "cpu",
+    dtype: Precision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest's counts as JSON to stdout.")] = False,
 ) -> None:
     """Sample the target's own responses to prompts, every turn of a conversation on top of its own history.
@@ -108,7 +117,7 @@ def regenerate(
     if (engine == "server") != bool(server):
         raise typer.BadParameter("the engine server, and no other, needs the URL of one", param_hint="--server")
     chosen = read_prompts(prompts)[:limit]
-    loaded = load_target(target)
+    loaded = load_target(target, device=device, dtype=precision(dtype))
     longest = getattr(loaded.config, "max_position_embeddings", None) or 3072
     settings = Settings(Sampling(temperature, top_k, top_p), max_new_tokens, max_length or min(3072, longest), seed)
     sampler: Engine = LocalEngine(loaded, settings, batch_size)
@@ -134,7 +143,9 @@ def inspect(
     target: Annotated[str | None, typer.Option(help="The model to check against; else the manifest's.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Texts to show.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Response tokens whose law is checked, about.")] = 20_000,
-    seed: Annotated[int, typer.Option(help="Of the choice of samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the choice of samples.")] = 0,
+    device: Device = "cpu",
+    dtype: Precision = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Run the target over a sample of paths.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON to stdout.")] = False,
 ) -> None:
@@ -148,7 +159,7 @@ def inspect(
     from blockdraft.targets import load_target
 
     manifest = read_manifest(folder)
-    model = load_target(target or manifest["about"]["target"])
+    model = load_target(target or manifest["about"]["target"], device=device, dtype=precision(dtype))
     paths = open_paths(folder, model, partial=True)
     if len(paths) == 0:
         raise DataError(f"{folder} has no rows yet")
@@ -161,6 +172,16 @@ def inspect(
         report.show(samples, seed)
     if law is not None and not law.plain:
         raise DataError(f"{folder}: {law.verdict}")
+
+
+def precision(name: str | None) -> "torch.dtype | None":
+    """A dtype by its name."""
+    import torch
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is not None and name not in known:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--dtype")
+    return None if name is None else known[name]
 
 
 def _check_paths(source: str, out: Path, heldout_out: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from blockdraft.cli.data import precision
 from blockdraft.cli.recipes import Assignments, RecipeName
 
 
@@ -31,10 +32,10 @@ def train(
     processes = Processes(loaded.runtime.device)
     run = out or Path("runs") / Path(recipe).stem
     try:
-        dtype = None if loaded.target.dtype is None else getattr(__import__("torch"), loaded.target.dtype)
         target = load_target(
-            loaded.target.name, dtype=dtype, device=processes.device, mask_token_id=loaded.target.mask_token_id
-        )
+            loaded.target.name, dtype=precision(loaded.target.dtype), device=processes.device,
+            mask_token_id=loaded.target.mask_token_id,
+        )  # fmt: skip
         if dry_run:
             for line in check(loaded, target, processes):
                 if processes.first:

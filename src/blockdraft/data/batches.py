@@ -19,6 +19,9 @@ from blockdraft.data.store import DataError
 from blockdraft.drafters import Anchors
 from blockdraft.targets import Span
 
+ORDER, ANCHORS = 1, 2
+"""What a random stream is for; one seed gives a stream for each."""
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -111,7 +114,7 @@ class Plan:
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """The texts of an epoch, in order."""
-        return np.random.default_rng([self.seed, epoch]).permutation(self.texts)
+        return np.random.default_rng([self.seed, ORDER, epoch]).permutation(self.texts)
 
     def step(self, epoch: int, step: int) -> list[Chosen]:
         """Texts and anchors of one step, counted from 0 within its epoch."""
@@ -119,7 +122,7 @@ class Plan:
             raise IndexError(f"an epoch has {self.steps_per_epoch} steps; there is no step {step}")
         texts = self.order(epoch)[step * self.num_texts : (step + 1) * self.num_texts]
         ends = np.cumsum(self.num_eligible[texts])
-        rng = np.random.default_rng([self.seed, epoch, step])
+        rng = np.random.default_rng([self.seed, ANCHORS, epoch, step])
         drawn = np.sort(rng.choice(ends[-1], size=min(self.num_anchors, int(ends[-1])), replace=False))
         owner = np.searchsorted(ends, drawn, side="right")
         within = drawn - (ends - self.num_eligible[texts])[owner]

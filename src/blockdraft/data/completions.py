@@ -199,7 +199,10 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def _end_token(choice: dict[str, Any], target: Target) -> int:
-    """The end token that a server left out: the one it names, else the tokenizer's, else the only one there is."""
+    """The end token that a server left out: the one it names, or the only one there is.
+
+    vLLM names none (``stop_reason`` is there, and null) where the tokenizer's own ended the text.
+    """
     named = choice.get("stop_reason")
     if named is None:
         named = choice.get("matched_stop")
@@ -207,11 +210,11 @@ def _end_token(choice: dict[str, Any], target: Target) -> int:
         if isinstance(named, int) and named in target.eos_ids:
             return named
         raise UnusableError(f"stopped at {named!r}, which is no end token")
-    usual = None if target.tokenizer is None else target.tokenizer.eos_token_id
-    if isinstance(usual, int) and usual in target.eos_ids:
-        return usual
     if len(target.eos_ids) == 1:
         return next(iter(target.eos_ids))
+    usual = None if target.tokenizer is None else target.tokenizer.eos_token_id
+    if "stop_reason" in choice and isinstance(usual, int) and usual in target.eos_ids:
+        return usual
     raise UnusableError("stopped at an end token that cannot be told")
 
 
@@ -221,7 +224,9 @@ def _check_round_trip(
     """Text that stands for other tokens than were sampled shows in its spelling or, mostly, in its length."""
     if target.decode(ids, skip_special_tokens=False) != _text(choice):
         raise UnusableError("its text does not survive tokenisation")
-    if count is not None and count != len(whole):
+    if count is None:
+        raise UnusableError("neither token ids nor their number came with its text")
+    if count != len(whole):
         raise UnusableError("its text has another number of tokens than were sampled")
 
 

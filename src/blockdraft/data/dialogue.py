@@ -4,6 +4,8 @@ import hashlib
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from jinja2 import TemplateError
+
 from blockdraft.data.prompts import Prompt
 from blockdraft.targets import Message, Sampling, Target
 
@@ -108,6 +110,10 @@ class Dialogue:
 
     def _ask(self) -> None:
         self.messages.append({"role": "user", "content": self.prompt.turns[len(self.rows)]})
-        self.prompt_ids = self.target.render(self.messages)
+        try:
+            self.prompt_ids = self.target.render(self.messages)
+        except TemplateError as error:
+            self.drop(f"refused by the chat template: {str(error).splitlines()[0]}")
+            return
         if self.budget < 1:
             self.drop("prompt too long")

@@ -48,9 +48,14 @@ class Server:
 
 def base_url(url: str) -> str:
     """A server's URL up to and with ``/v1``."""
-    parts = urlsplit(url)
+    mistake = EngineError(f"{url!r} is not a server's URL, such as http://localhost:8000/v1")
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises if it is no port
+    except ValueError as error:
+        raise mistake from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-        raise EngineError(f"{url!r} is not a server's URL, such as http://localhost:8000/v1")
+        raise mistake
     base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
     return base if base.endswith("/v1") else base + "/v1"
 

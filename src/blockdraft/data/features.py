@@ -23,6 +23,7 @@ from blockdraft.targets import Target, TargetOutput, fingerprint
 INDEX = "features.json"
 TEXTS_PER_FILE = 256
 TOKENS_PER_PASS = 4096
+REPAIR = "Delete the folder; the cache is built anew"
 
 
 class Features(ABC):
@@ -54,10 +55,10 @@ class CachedFeatures(Features):
         wanted = len(_files(paths))
         if len(index["shards"]) != wanted:
             raise DataError(f"{folder} has {len(index['shards'])} of {wanted} files; build the cache to its end first")
-        check_shards(self.folder, index)
+        check_shards(self.folder, index, REPAIR)
         self.width = (1 + len(layers)) * target.hidden_size
         self.device, self.dtype = target.device, target.dtype
-        self._maps = [np.load(self.folder / name, mmap_mode="r") for name in index["shards"]]
+        self._maps = [np.load(self.folder / name, mmap_mode="r") for name in sorted(index["shards"])]
 
     def __call__(self, batch: Batch, texts: Sequence[int]) -> TargetOutput:
         values = torch.zeros(*batch.tokens.shape, self.width, dtype=self.dtype)
@@ -99,19 +100,14 @@ def build_cache(
     Refused beforehand if it would take more than ``max_bytes``.
     """
     folder = Path(folder)
-    needed = cache_bytes(len(paths.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
-    if needed > max_bytes:
-        raise DataError(
-            f"the features of {len(paths.tokens):,} tokens take {needed / 2**30:.1f} GiB, more than the "
-            f"{max_bytes / 2**30:.1f} GiB allowed; train with online features, or allow more"
-        )
+    refuse_large_cache(target, paths, layers, max_bytes)
     identity = cache_identity(target, paths, layers)
     with writing(folder):
         index = {"identity": identity, "shards": {}}
         if (folder / INDEX).exists():
             index = _read_index(folder)
             refuse_other_identity(folder, index["identity"], identity)
-            check_shards(folder, index)
+            check_shards(folder, index, REPAIR)
         for number, texts in enumerate(_files(paths)):
             name = f"features-{number:05d}.npy"
             if name not in index["shards"]:
@@ -123,6 +119,16 @@ def build_cache(
                     unfinished.write_text(json.dumps(index, indent=2) + "\n")
             if on_tokens is not None:
                 on_tokens(int(paths.starts[texts.stop] - paths.starts[texts.start]))
+
+
+def refuse_large_cache(target: Target, paths: Paths, layers: Sequence[int], max_bytes: int) -> None:
+    """Raise if a cache would take more than so many bytes."""
+    needed = cache_bytes(len(paths.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
+    if needed > max_bytes:
+        raise DataError(
+            f"the features of {len(paths.tokens):,} tokens take {needed / 2**30:.1f} GiB, more than the "
+            f"{max_bytes / 2**30:.1f} GiB allowed; train with online features, or allow more"
+        )
 
 
 def _run(target: Target, paths: Paths, texts: range, layers: Sequence[int]) -> list[Tensor]:

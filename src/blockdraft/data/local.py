@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.dialogue import Dialogue, Settings
-from blockdraft.data.engine import Engine
+from blockdraft.data.engine import Engine, EngineError
 from blockdraft.targets import Slots, Target
 
 PREFILL_TEXTS = 8
@@ -111,6 +111,8 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     width = max(1, int(vocab_size**0.5))
     padded = torch.nn.functional.pad(probs, (0, -vocab_size % width)).view(num_rows, -1, width)
     ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)  # [A, chunks]
+    if not bool(ends[:, -1].isfinite().all()):
+        raise EngineError("the target's probabilities are not numbers; load it in a wider precision")
     point = uniform * ends[:, -1]
     chunk = (ends <= point[:, None]).sum(-1)
     before = ends.gather(1, (chunk - 1).clamp(min=0)[:, None])[:, 0].where(chunk > 0, 0)

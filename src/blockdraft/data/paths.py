@@ -14,6 +14,9 @@ from blockdraft.data.store import DataError, check_shards, read_manifest
 from blockdraft.targets import Target, fingerprint
 from blockdraft.targets.fingerprint import template_fingerprint
 
+HELDOUT = 3
+"""What this random stream is for, beside those of the batches."""
+
 
 @dataclass(frozen=True)
 class Paths:
@@ -63,7 +66,7 @@ class Paths:
         """The texts less some, and those; chosen by the seed, in their order."""
         if not 0 <= num_heldout < len(self):
             raise DataError(f"cannot hold out {num_heldout} of {len(self)} texts")
-        chosen = np.random.default_rng(seed).permutation(len(self))
+        chosen = np.random.default_rng([seed, HELDOUT]).permutation(len(self))
         return self._take(np.sort(chosen[num_heldout:])), self._take(np.sort(chosen[:num_heldout]))
 
     def _take(self, indices: NDArray[np.int64]) -> "Paths":

@@ -139,8 +139,11 @@ def refuse_other_identity(folder: Path, there: Mapping[str, Any], here: Mapping[
         )
 
 
-def check_shards(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise if a listed shard is missing or is not the one that was written, naming every one."""
+REPAIR = f"Put the file back, or delete it and its entry in {MANIFEST} and run data regenerate again to make it anew"
+
+
+def check_shards(folder: Path, manifest: Mapping[str, Any], repair: str = REPAIR) -> None:
+    """Raise if a listed file is missing or is not the one that was written, naming every one and what to do."""
     wrong = []
     for name, entry in manifest["shards"].items():
         path = folder / name
@@ -149,10 +152,7 @@ def check_shards(folder: Path, manifest: Mapping[str, Any]) -> None:
         elif sha256(path) != entry["sha256"]:
             wrong.append(f"{name} is not as it was written (its checksum differs)")
     if wrong:
-        raise DataError(
-            f"{folder}: {'; '.join(wrong)}. Put the file back, or delete it and its entry in {MANIFEST} "
-            "and run data regenerate again to make it anew"
-        )
+        raise DataError(f"{folder}: {'; '.join(wrong)}. {repair}")
 
 
 def sha256(path: Path) -> str:

@@ -126,14 +126,15 @@ class FlexAttention(BlockAttention):
             return in_context | in_block
 
         num_queries = len(anchors) * num_slots
-        self.mask: BlockMask = create_block_mask(
+        self.mask: BlockMask = _make_mask(row.is_cuda)(
             visible, None, None, num_queries, num_context + num_queries, device=str(row.device)
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor) -> Tensor:
         keys = torch.cat([_line_up(context_k), _line_up(k)], 2)
         values = torch.cat([_line_up(context_v), _line_up(v)], 2)
-        out: Tensor = _flex(q.is_cuda)(_line_up(q), keys, values, block_mask=self.mask, enable_gqa=True)
+        keys, query = keys.to(values.dtype), _line_up(q).to(values.dtype)  # autocast leaves norms in float32
+        out: Tensor = _flex(q.is_cuda)(query, keys, values, block_mask=self.mask, enable_gqa=True)
         num_blocks, heads, num_slots, width = q.shape
         return out.view(heads, num_blocks, num_slots, width).transpose(0, 1)
 
@@ -141,6 +142,12 @@ class FlexAttention(BlockAttention):
 def _line_up(x: Tensor) -> Tensor:
     """``[A, h, S, d]`` -> ``[1, h, A * S, d]``."""
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+@functools.cache
+def _make_mask(compiled: bool) -> Any:
+    """The mask of visible tiles; compiled it never exists in full, as it must not on a GPU."""
+    return torch.compile(create_block_mask) if compiled else create_block_mask
 
 
 @functools.cache

@@ -71,10 +71,19 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
 
 
 def _dispatch(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers calls this; what is in force was set by `attending`."""
     del module, attention_mask
+    unknown = [name for name in ("sliding_window", "softcap", "s_aux") if others.get(name) is not None]
+    if unknown:
+        raise NotImplementedError(f"attention with {', '.join(unknown)} is not what blockdraft computes")
     return _in_force[-1](query, key, value, scaling), None
 
 

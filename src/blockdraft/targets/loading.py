@@ -54,6 +54,8 @@ def load_target(
     disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except OSError as error:
+        raise UnsupportedTargetError(f"{name}: its weights cannot be read: {str(error).splitlines()[0]}") from error
     except ValueError as error:
         raise UnsupportedTargetError(f"{name}: not a causal language model: {str(error).splitlines()[0]}") from error
     return Target(_placed(model, device), AutoTokenizer.from_pretrained(source), name=name, mask_token_id=mask_token_id)

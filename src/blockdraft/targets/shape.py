@@ -42,7 +42,10 @@ def target_shape(name: str, fields: dict[str, Any] | None = None) -> TargetShape
         fields = SMOLLM2
     if fields is not None:
         fields = dict(fields)
-        return TargetShape(name, AutoConfig.for_model(fields.pop("model_type"), **fields))
+        try:
+            return TargetShape(name, AutoConfig.for_model(fields.pop("model_type"), **fields))
+        except (KeyError, ValueError) as error:
+            raise UnsupportedTargetError(f"{name}: target.shape lacks or mistakes {error}") from error
     try:
         config = AutoConfig.from_pretrained(POCKET if name == "pocket" else name)
     except (OSError, ValueError) as error:

@@ -221,6 +221,9 @@ def _refuse_unsupported(model: PreTrainedModel, name: str) -> None:
         raise UnsupportedTargetError(
             f"{name}: layers of type {', '.join(sorted(kinds))} cannot be rolled back by length"
         )
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and not getattr(model.config, "layer_types", None):
+        raise UnsupportedTargetError(f"{name}: attention within a window of {window} tokens is not supported")
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise UnsupportedTargetError(f"{name}: the output head must be a plain matrix without bias")

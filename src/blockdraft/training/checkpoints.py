@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from blockdraft.atomic import sync
+from blockdraft.atomic import replacing, sync
 from blockdraft.drafters import Drafter, save_drafter
 
 LAST, BEST, STATE = "checkpoint", "best", "state.pt"
@@ -25,7 +25,9 @@ class Checkpoints:
     def __init__(self, run: Path, *, keep: frozenset[int] = frozenset()) -> None:
         self.run, self.keep = run, keep
 
-    def save(self, step: int, drafter: Drafter, tensors: dict[str, Any], state: dict[str, Any], *, best: bool) -> None:
+    def save(
+        self, step: int, drafter: Drafter, tensors: dict[str, Any], state: dict[str, Any], *, best_step: int
+    ) -> None:
         """Write a checkpoint and point to it; older ones that nothing points to are removed.
 
         Args:
@@ -33,7 +35,7 @@ class Checkpoints:
             drafter: for its configuration.
             tensors: the drafter's weights, whole and on the CPU.
             state: all else that resuming needs.
-            best: whether it is the best so far.
+            best_step: the step of the best checkpoint so far, this one or an earlier one.
         """
         folder = self.run / "steps" / f"{step:08d}"
         unfinished = folder.with_name(folder.name + ".unfinished")
@@ -46,8 +48,8 @@ class Checkpoints:
             shutil.rmtree(folder)
         unfinished.replace(folder)
         sync(folder.parent)
-        for name in (LAST, *([BEST] if best else [])):
-            self._point(name, folder)
+        self._point(LAST, folder)
+        self._point_to_best(best_step)
         self._remove_old()
 
     def load(self) -> dict[str, Any] | None:
@@ -56,7 +58,13 @@ class Checkpoints:
         if not link.exists():
             return None
         state: dict[str, Any] = torch.load(link / STATE, weights_only=True)
+        self._point_to_best(state["best_step"])  # a kill may have come between the two links
         return state | {"folder": link.resolve()}
+
+    def _point_to_best(self, step: int) -> None:
+        folder = self.run / "steps" / f"{step:08d}"
+        if folder.exists() and (self.run / BEST).resolve() != folder.resolve():
+            self._point(BEST, folder)
 
     def _point(self, name: str, folder: Path) -> None:
         new = self.run / f".{name}.new"
@@ -84,4 +92,7 @@ def truncate_metrics(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (json.JSONDecodeError, KeyError):
             break  # cut short by a crash
-    path.write_text("".join(kept))
+    content = "".join(kept)
+    if content != path.read_text():
+        with replacing(path) as unfinished:
+            unfinished.write_text(content)

@@ -16,8 +16,11 @@ RULES = ("greedy", "token", "block")
 class HeldOut:
     """Fixed blocks of held-out texts, whole ones, chosen once."""
 
-    def __init__(self, paths: Paths, num_blocks: int, num_proposals: int, seed: int, features: Features) -> None:
+    def __init__(
+        self, paths: Paths, num_blocks: int, num_proposals: int, seed: int, features: Features, temperature: float = 1.0
+    ) -> None:
         self.paths, self.features, self.num_proposals = paths, features, num_proposals
+        self.measuring = objective("kl", temperature=temperature)
         plan = Plan(
             paths,
             num_texts=len(paths),
@@ -42,7 +45,7 @@ class HeldOut:
                 continue
             batch = collate(part, self.paths, self.num_proposals).to(processes.device)
             output = self.features(batch, [each.text for each in part])
-            stats = step(batch, output, objective("kl"))[2]
+            stats = step(batch, output, self.measuring)[2]
             if number % processes.num == processes.rank:
                 total = stats if total is None else total + stats
         step.drafter.train()

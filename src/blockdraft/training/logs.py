@@ -1,10 +1,20 @@
 """Where numbers go: ``metrics.jsonl`` always, TensorBoard, Weights & Biases or trackio if asked."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from blockdraft.training.recipe import Recipe, RecipeError
+
+TRACKERS = ("wandb", "trackio")
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Raise if the recipe asks for a tracker that is not installed; on every process, before any of them waits."""
+    for name in TRACKERS:
+        if getattr(recipe.record, name) and importlib.util.find_spec(name) is None:
+            raise RecipeError(f"record.{name} needs a package of its own: pip install {name}")
 
 
 class Logs:
@@ -17,7 +27,7 @@ class Logs:
         record = recipe.record
         if record.tensorboard:
             self._writers.append(_TensorBoard(run / "tensorboard"))
-        for name in ("wandb", "trackio"):
+        for name in TRACKERS:
             if getattr(record, name):
                 self._writers.append(_Tracker(name, run, recipe))
 
@@ -53,10 +63,7 @@ class _Tracker:
     """wandb and trackio share their interface."""
 
     def __init__(self, name: str, run: Path, recipe: Recipe) -> None:
-        try:
-            self._module = __import__(name)
-        except ImportError as error:
-            raise RecipeError(f"record.{name} needs a package of its own: pip install {name}") from error
+        self._module = __import__(name)
         self._module.init(project="blockdraft", name=run.name, config=recipe.model_dump(mode="json"))
 
     def write(self, numbers: dict[str, float], step: int) -> None:

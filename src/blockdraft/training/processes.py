@@ -3,12 +3,15 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from blockdraft.training.recipe import RecipeError
 
 
 class Processes:
@@ -17,12 +20,17 @@ class Processes:
     def __init__(self, device: str | None = None) -> None:
         self.distributed = "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            torch.empty(0, device=kind)
+        except (RuntimeError, AssertionError) as error:
+            raise RecipeError(f"runtime.device={kind}: {str(error).splitlines()[0]}") from error
         if self.distributed and kind == "cuda":
             kind = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(kind)
         self.device = torch.device(kind)
         if self.distributed and not dist.is_initialized():
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(hours=6))  # one process may fill a cache meanwhile
         self.rank = dist.get_rank() if self.distributed else 0
         self.num = dist.get_world_size() if self.distributed else 1
 

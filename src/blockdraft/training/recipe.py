@@ -2,13 +2,14 @@
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from blockdraft.losses import Objective, objective
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Kind = Literal["dflash", "dspark"]
 
 
@@ -92,7 +93,7 @@ class OptimizerPart(Part):
     rate: float = Field(6e-4, gt=0)
     warmup: float = Field(0.04, ge=0, le=1)
     weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     clip: float = Field(1.0, gt=0)
     epochs: int = Field(6, ge=1)
     max_steps: int | None = Field(None, ge=1)
@@ -136,22 +137,34 @@ class Recipe(Part):
     optimizer: OptimizerPart = OptimizerPart()
     runtime: RuntimePart = RuntimePart()
     record: RecordPart = RecordPart()
-    seed: int = 42
+    seed: int = Field(42, ge=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        self.make_objective()
+        try:
+            self.make_objective()
+        except TypeError as error:
+            raise ValueError(f"objective.options: {error}") from error
         if self.data.features == "cached" and self.data.cache is None:
             raise ValueError("data.features is cached; say where with data.cache")
         return self
 
     def make_objective(self) -> Objective:
         """The objective, with the paper's settings for the drafter where the recipe has none."""
-        return objective(self.objective.name, drafter=self.drafter.kind, **self.objective.options)
+        options = {name: _number(value) for name, value in self.objective.options.items()}
+        return objective(self.objective.name, drafter=self.drafter.kind, **options)
 
     def to_yaml(self) -> str:
         """Every field, as a file that `load_recipe` reads."""
         return str(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+
+
+def _number(value: Any) -> Any:
+    """YAML reads ``1e-6`` as text, for want of a dot."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def parse(values: dict[str, Any], where: str) -> Recipe:

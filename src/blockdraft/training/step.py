@@ -43,5 +43,5 @@ class Step(nn.Module):
             logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
         target_logits = target.logits(target_hidden)
         value = objective(logits, target_logits, batch.labels, batch.valid)
-        stats = block_statistics(logits, target_logits, batch.labels, batch.valid)
+        stats = block_statistics(logits, target_logits, batch.labels, batch.valid, temperature=objective.temperature)
         return value.numerator, value.denominator, stats

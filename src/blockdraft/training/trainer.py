@@ -1,5 +1,6 @@
 """The training run: steps, held-out measurements, checkpoints, resuming."""
 
+import contextlib
 import json
 import platform
 import signal
@@ -24,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import blockdraft
-from blockdraft.atomic import replacing
+from blockdraft.atomic import locked, replacing
 from blockdraft.data import CachedFeatures, Features, OnlineFeatures, Plan, build_cache, open_paths
+from blockdraft.data.features import refuse_large_cache
 from blockdraft.losses import Annealing
 from blockdraft.targets import Target, fingerprint
 from blockdraft.training.allocator import keep_freed_memory
@@ -33,7 +35,7 @@ from blockdraft.training.checkpoints import Checkpoints, truncate_metrics
 from blockdraft.training.feed import Feed
 from blockdraft.training.heldout import HeldOut, summary
 from blockdraft.training.initial import new_drafter
-from blockdraft.training.logs import Logs
+from blockdraft.training.logs import Logs, check_trackers
 from blockdraft.training.processes import Processes, shard
 from blockdraft.training.recipe import Recipe, RecipeError
 from blockdraft.training.schedule import Schedule
@@ -98,7 +100,8 @@ class Trainer:
         if len(heldout):
             online = OnlineFeatures(target, self.config.target_layers)
             blocks = recipe.record.heldout_blocks
-            self.heldout = HeldOut(heldout, blocks, self.config.num_proposals, recipe.seed, online)
+            temperature = recipe.make_objective().temperature
+            self.heldout = HeldOut(heldout, blocks, self.config.num_proposals, recipe.seed, online, temperature)
         self.objective = recipe.make_objective()
         self.annealing = Annealing(self.num_steps, **recipe.annealing.model_dump())
         self.schedule = Schedule(recipe.optimizer.rate, recipe.optimizer.warmup, self.num_steps)
@@ -122,7 +125,7 @@ class Trainer:
         self.checkpoints = Checkpoints(
             self.run_folder, keep=frozenset(min(epoch * self.plan.steps_per_epoch, self.num_steps) for epoch in epochs)
         )
-        self.step, self.best_length = 0, -1.0
+        self.step, self.best_step, self.best_length = 0, 0, -1.0
         self._asked_to_stop: int | None = None
         self._begin()
 
@@ -130,21 +133,23 @@ class Trainer:
 
     def run(self, on_step: Callable[[Progress], None] | None = None) -> dict[str, Any]:
         """Train to the end; the last held-out measurement. SIGTERM and SIGINT save first."""
-        usual = {each: signal.signal(each, self._ask_to_stop) for each in (signal.SIGTERM, signal.SIGINT)}
-        logs = Logs(self.run_folder, self.recipe) if self.processes.first else None
-        try:
-            measured = self._run(logs, on_step or (lambda _progress: None))
-        finally:
-            for each, handler in usual.items():
-                signal.signal(each, handler)
-            if logs is not None:
-                logs.close()
-        return measured
+        check_trackers(self.recipe)
+        with contextlib.ExitStack() as stack:
+            logs = None
+            if self.processes.first:
+                if not stack.enter_context(locked(self.run_folder)):
+                    raise RecipeError(f"another process trains in {self.run_folder}; choose another --out")
+                logs = Logs(self.run_folder, self.recipe)
+                stack.callback(logs.close)
+            for each in (signal.SIGTERM, signal.SIGINT):
+                stack.callback(signal.signal, each, signal.signal(each, self._ask_to_stop))
+            return self._run(logs, on_step or (lambda _progress: None))
 
     def _run(self, logs: Logs | None, on_step: Callable[[Progress], None]) -> dict[str, Any]:
         record = self.recipe.record
         measured = self.evaluate()
         if self.step == 0:
+            self.best_length = float(measured.get("heldout_length_block", -1.0))
             self._log(logs, {"step": 0} | measured)
         self.drafter.train()
         started, first, waited = time.perf_counter(), self.step, self.feed.seconds_waited
@@ -155,14 +160,16 @@ class Trainer:
             metrics["waiting_for_data"] = (self.feed.seconds_waited - waited) / seconds
             epoch_end = self.step % self.plan.steps_per_epoch == 0
             last = self.step == self.num_steps
+            length: float | None = None
             if epoch_end or last or (record.evaluate_every and self.step % record.evaluate_every == 0):
                 measured = self.evaluate()
                 metrics |= measured
+                length = measured.get("heldout_length_block")
             if self.step % record.log_every == 0 or last or "heldout_length_block" in metrics:
                 self._log(logs, metrics)
             stop = self._stopping()
             if epoch_end or last or stop or self.step % record.save_every == 0:
-                self.save(measured)
+                self.save(length)
             on_step(Progress(self.step, self.num_steps, metrics))
             if stop and not last:
                 raise StoppedError(f"stopped at step {self.step} of {self.num_steps}, saved; the same command goes on")
@@ -212,16 +219,23 @@ class Trainer:
         stats = self.heldout.measure(self.step_module, self.processes, lockstep=self.lockstep)
         return {f"heldout_{name}": value for name, value in summary(stats).items()}
 
-    def save(self, measured: dict[str, Any]) -> None:
-        """Write a checkpoint; the best one by held-out length under block verification is kept as well."""
-        length = float(measured.get("heldout_length_block", -1.0))
+    def save(self, length: float | None = None) -> None:
+        """Write a checkpoint; the best one is kept as well.
+
+        Args:
+            length: what these very weights were measured to have accepted under block verification on held-out
+                texts, if they were. Without held-out texts the last checkpoint is the best.
+        """
         tensors = get_model_state_dict(self.drafter, options=WHOLE)
         optimizer = get_optimizer_state_dict(self.drafter, self.optimizer, options=WHOLE)
-        best = length > self.best_length or not (self.run_folder / "best").exists()
-        self.best_length = max(self.best_length, length)
+        if self.heldout is None or (length is not None and length > self.best_length):
+            self.best_step, self.best_length = self.step, length or 0.0
         if self.processes.first:
-            state = {"optimizer": optimizer, "best_length": self.best_length, "random": torch.get_rng_state()}
-            self.checkpoints.save(self.step, self.drafter, tensors, state, best=best)
+            state = {
+                "optimizer": optimizer, "random": torch.get_rng_state(),
+                "best_step": self.best_step, "best_length": self.best_length,
+            }  # fmt: skip
+            self.checkpoints.save(self.step, self.drafter, tensors, state, best_step=self.best_step)
         self.processes.wait()
 
     # Setting up
@@ -240,14 +254,16 @@ class Trainer:
                 self.drafter, self.optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True)
             )
             torch.set_rng_state(state["random"])
-            self.step, self.best_length = state["step"], state["best_length"]
+            self.step = state["step"]
+            self.best_step, self.best_length = state["best_step"], state["best_length"]
             self.annealing.load_state_dict({"step": self.step})
         if self.processes.first:
             truncate_metrics(self.run_folder / "metrics.jsonl", self.step if state is not None else -1)
             if not file.exists():
+                with replacing(self.run_folder / "recipe.yaml") as unfinished:
+                    unfinished.write_text(self.recipe.to_yaml())
                 with replacing(file) as unfinished:
                     unfinished.write_text(json.dumps(about, indent=2) + "\n")
-                (self.run_folder / "recipe.yaml").write_text(self.recipe.to_yaml())
         self.processes.wait()
 
     def _about(self) -> dict[str, Any]:
@@ -271,8 +287,10 @@ class Trainer:
         if data.features == "online":
             return OnlineFeatures(self.target, layers)
         assert data.cache is not None
+        max_bytes = int(data.cache_gib * 2**30)
+        refuse_large_cache(self.target, training, layers, max_bytes)
         if self.processes.first:
-            build_cache(data.cache, self.target, training, layers, max_bytes=int(data.cache_gib * 2**30))
+            build_cache(data.cache, self.target, training, layers, max_bytes=max_bytes)
         self.processes.wait()
         return CachedFeatures(data.cache, self.target, training, layers)
 
