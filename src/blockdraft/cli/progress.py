@@ -20,7 +20,22 @@ if TYPE_CHECKING:
     from blockdraft.training.trainer import Progress as Step
 
 
-class Bar:
+class _Shown:
+    """On the screen from entering to leaving."""
+
+    _progress: Progress
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+class Bar(_Shown):
     """Counts things done, and tokens per second over what this run did itself.
 
     Where stderr is no terminal, the bar is drawn once, at the end.
@@ -40,15 +55,6 @@ class Bar:
         )
         self._task = self._progress.add_task(label, total=total, tokens=0)
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
     def skip(self, num: int = 1) -> None:
         """Count what was there before."""
         self._progress.update(self._task, completed=self._progress.tasks[0].completed + num)
@@ -66,16 +72,15 @@ class _Rate(ProgressColumn):
         return Text(f"{task.fields['tokens'] / seconds:,.0f} tokens/s" if seconds > 0 else "")
 
 
-class TrainingBar:
+class TrainingBar(_Shown):
     """Steps, with what the last one measured."""
 
     def __init__(self, label: str, num_steps: int, first: int, *, shown: bool) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(elapsed_when_finished=False),
             console=Console(stderr=True),
@@ -84,18 +89,9 @@ class TrainingBar:
         )
         self._task = self._progress.add_task(label, total=num_steps, completed=first, numbers="")
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
     def show(self, progress: "Step") -> None:
         """After a step."""
         m = progress.metrics
-        numbers = f"loss {m['loss']:.3f}  accepted {m['length_block']:.2f}  rate {m['rate']:.1e}"
-        numbers += f"  {m['num_blocks'] * m['steps_per_second']:,.0f} blocks/s  waiting {m['waiting_for_data']:.0%}"
+        numbers = f"loss {m['loss']:.3f} accepted {m['length_block']:.2f} rate {m['rate']:.1e}"
+        numbers += f" {m['num_blocks'] * m['steps_per_second']:,.0f} blocks/s waiting {m['waiting_for_data']:.0%}"
         self._progress.update(self._task, completed=progress.step, numbers=numbers)
