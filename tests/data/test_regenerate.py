@@ -1,13 +1,8 @@
 """Data folders: interrupted anywhere, the rows are those of a run left alone; damage is found and named."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,6 +20,7 @@ from blockdraft.data import (
 )
 from blockdraft.targets import Sampling
 
+from killing import killed
 from tiny import tiny_target
 
 SETTINGS = Settings(max_new_tokens=12, max_length=60)
@@ -228,39 +224,10 @@ def test_texts_longer_than_the_target_reads_and_no_prompts_are_refused(tmp_path)
         make(tmp_path, prompts=[])
 
 
-WORKER = """
-import os, pathlib, sys, torch
-torch.set_num_threads(1)
-sys.path[:0] = sys.argv[2:]
-from test_regenerate import make
-for _ in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        make(pathlib.Path(sys.argv[1]))
-        os._exit(0)
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-
-
 def test_killed_at_random_moments_the_final_rows_are_those_of_an_uninterrupted_run(tmp_path):
-    """kill -9, again and again, in a process of its own, until one gets through."""
     make(tmp_path / "whole")
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    dice = random.Random(7)
-    with subprocess.Popen(
-        [sys.executable, "-c", WORKER, tmp_path / "parts", *folders],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-    ) as worker:  # fmt: skip
-        ended = []
-        for attempt in range(13):
-            worker.stdin.write("go\n")
-            child = int(worker.stdout.readline())
-            if attempt < 12:
-                time.sleep(dice.uniform(0.0, 0.4))
-                os.kill(child, signal.SIGKILL)
-            ended.append(int(worker.stdout.readline()))
-        worker.stdin.close()
+    source = "import pathlib, test_regenerate as t\nwork = lambda folder: t.make(pathlib.Path(folder))"
+    ended = list(killed(source, tmp_path / "parts", kills=12, within=0.4, seed=7))
     assert ended[-1] == 0
     assert signal.SIGKILL in ended[:-1]
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")

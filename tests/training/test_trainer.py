@@ -2,12 +2,8 @@
 
 import json
 import os
-import random
 import signal
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +21,7 @@ from blockdraft.training.recipe import merge, parse
 from blockdraft.training.schedule import Schedule
 from blockdraft.training.trainer import StoppedError, TrainingError
 
+from killing import killed
 from runs import make_data, recipe, target, train, weights
 from tiny import tiny_target
 
@@ -114,38 +111,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, data, stop
     assert plain[0] == plain[1]
 
 
-WORKER = """
-import os, pathlib, sys, torch
-torch.set_num_threads(1)
-sys.path[:0] = sys.argv[3:]
-from runs import train
-for _ in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        train(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), "record.save_every=1")
-        os._exit(0)
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-
-
 def test_killed_at_random_moments_a_run_ends_with_the_weights_of_one_left_alone(tmp_path, data):
     whole = train(data, tmp_path / "whole", "record.save_every=1")
-    dice = random.Random(3)
-    arguments = [sys.executable, "-c", WORKER, data, tmp_path / "parts", HERE, HERE.parent]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as worker:
-        ended = []
-        for attempt in range(11):
-            worker.stdin.write("go\n")
-            child = int(worker.stdout.readline())
-            if attempt < 10:
-                time.sleep(dice.uniform(0.0, 0.8))
-                os.kill(child, signal.SIGKILL)
-            ended.append(int(worker.stdout.readline()))
-            link = tmp_path / "parts" / "checkpoint"
-            if link.exists():
-                load_drafter(link, whole.target)  # whatever happened, the last checkpoint is whole
-        worker.stdin.close()
+    source = "import runs\nwork = lambda data, run: runs.train(data, run, 'record.save_every=1')"
+    ended = []
+    for end in killed(source, data, tmp_path / "parts", kills=10, within=0.8, seed=3):
+        ended.append(end)
+        link = tmp_path / "parts" / "checkpoint"
+        if link.exists():
+            load_drafter(link, whole.target)  # whatever happened, the last checkpoint is whole
     assert ended[-1] == 0
     assert signal.SIGKILL in ended[:-1]
     close(load_file(tmp_path / "parts" / "checkpoint" / "model.safetensors"), weights(whole), rtol=0, atol=0)
@@ -324,5 +298,16 @@ def test_without_held_out_texts_the_last_is_the_best(tmp_path, data):
 
 
 def test_only_one_trainer_works_in_a_folder(tmp_path, data):
+    train(data, tmp_path, "optimizer.max_steps=5")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6}\n')  # logged by the one that is at work
+    before = lines(tmp_path)
     with locked(tmp_path), pytest.raises(RecipeError, match="another process trains"):
-        train(data, tmp_path)
+        train(data, tmp_path, "optimizer.max_steps=5")
+    assert lines(tmp_path) == before
+
+
+def test_there_is_a_best_checkpoint_even_if_training_makes_it_worse(tmp_path, data, monkeypatch):
+    scripted(monkeypatch, {0: 9.0, 5: 2.0, 10: 1.5})
+    train(data, tmp_path)
+    assert best(tmp_path) == 5

@@ -38,9 +38,7 @@ def dry_run(recipe: Recipe, target: Target, processes: Processes) -> Iterator[st
         trainer.save(trainer.evaluate().get("heldout_length_block"))
         if processes.first:
             again = load_drafter(Path(folder) / "checkpoint", target)
-            weights = trainer.checkpoints.load()
-            assert weights is not None
-            if not processes.distributed:
+            if not processes.distributed:  # otherwise this process may hold a share of them
                 ours = trainer.drafter.state_dict()
                 if not all(torch.equal(ours[name], tensor) for name, tensor in again.state_dict().items()):
                     raise RuntimeError("the checkpoint does not hold the weights that were saved")

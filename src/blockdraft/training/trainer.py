@@ -139,6 +139,7 @@ class Trainer:
             if self.processes.first:
                 if not stack.enter_context(locked(self.run_folder)):
                     raise RecipeError(f"another process trains in {self.run_folder}; choose another --out")
+                truncate_metrics(self.run_folder / "metrics.jsonl", self.step or -1)
                 logs = Logs(self.run_folder, self.recipe)
                 stack.callback(logs.close)
             for each in (signal.SIGTERM, signal.SIGINT):
@@ -149,7 +150,6 @@ class Trainer:
         record = self.recipe.record
         measured = self.evaluate()
         if self.step == 0:
-            self.best_length = float(measured.get("heldout_length_block", -1.0))
             self._log(logs, {"step": 0} | measured)
         self.drafter.train()
         started, first, waited = time.perf_counter(), self.step, self.feed.seconds_waited
@@ -257,13 +257,11 @@ class Trainer:
             self.step = state["step"]
             self.best_step, self.best_length = state["best_step"], state["best_length"]
             self.annealing.load_state_dict({"step": self.step})
-        if self.processes.first:
-            truncate_metrics(self.run_folder / "metrics.jsonl", self.step if state is not None else -1)
-            if not file.exists():
-                with replacing(self.run_folder / "recipe.yaml") as unfinished:
-                    unfinished.write_text(self.recipe.to_yaml())
-                with replacing(file) as unfinished:
-                    unfinished.write_text(json.dumps(about, indent=2) + "\n")
+        if self.processes.first and not file.exists():
+            with replacing(self.run_folder / "recipe.yaml") as unfinished:
+                unfinished.write_text(self.recipe.to_yaml())
+            with replacing(file) as unfinished:
+                unfinished.write_text(json.dumps(about, indent=2) + "\n")
         self.processes.wait()
 
     def _about(self) -> dict[str, Any]:
