@@ -1,0 +1,7 @@
+"""Reports: the paper's tables and figures from evaluations, and a page to read them and to step through blocks."""
+
+from blockdraft.reports.merging import Comparison, read_evaluations
+from blockdraft.reports.paper_tables import tables
+from blockdraft.reports.table import Table
+
+__all__ = ["Comparison", "Table", "read_evaluations", "tables"]
