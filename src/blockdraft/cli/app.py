@@ -11,6 +11,7 @@ from rich.console import Console
 from blockdraft import __version__
 from blockdraft.cli.data import data
 from blockdraft.cli.recipes import estimate, recipes
+from blockdraft.cli.report import report
 from blockdraft.cli.train import train
 from blockdraft.verification import RULES, Rule
 
@@ -19,6 +20,7 @@ app.add_typer(data, name="data")
 app.add_typer(recipes, name="recipes")
 app.command()(estimate)
 app.command()(train)
+app.command()(report)
 
 
 @app.callback(invoke_without_command=True)
@@ -89,7 +91,8 @@ def main() -> None:
 def _mistakes() -> tuple[type[Exception], ...]:
     from blockdraft.data import DataError, EngineError, PromptError
     from blockdraft.drafters import CheckpointError
+    from blockdraft.evaluation import EvaluationError
     from blockdraft.targets import UnsupportedTargetError
     from blockdraft.training import RecipeError
 
-    return CheckpointError, DataError, EngineError, PromptError, RecipeError, UnsupportedTargetError
+    return CheckpointError, DataError, EngineError, EvaluationError, PromptError, RecipeError, UnsupportedTargetError

@@ -3,5 +3,6 @@
 from blockdraft.reports.merging import Comparison, read_evaluations
 from blockdraft.reports.paper_tables import tables
 from blockdraft.reports.table import Table
+from blockdraft.reports.writing import Report, write_report
 
-__all__ = ["Comparison", "Table", "read_evaluations", "tables"]
+__all__ = ["Comparison", "Report", "Table", "read_evaluations", "tables", "write_report"]
