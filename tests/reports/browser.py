@@ -84,9 +84,10 @@ class Browser:
 
     def press(self, key: str) -> None:
         """A key, down and up."""
-        code = {"ArrowLeft": 37, "ArrowRight": 39, "Tab": 9, "Enter": 13}[key]
-        for kind in ("rawKeyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+        code = {"ArrowLeft": 37, "ArrowRight": 39, "Enter": 13}[key]
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
 
     def click(self, selector: str) -> None:
         """The middle of an element, with the mouse."""

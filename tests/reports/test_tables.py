@@ -15,13 +15,8 @@ import synthetic
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("evaluations")
-    other = synthetic.results(
-        "org/Qwen_3", drafters=(("dflash", "CE"), ("dflash", "KL"), ("dflash", "BV")), shift=0.5, with_dynamics=False
-    )
-    folders = [synthetic.write(folder / "a", synthetic.results()), synthetic.write(folder / "b", other)]
-    return {table.name: table for table in tables(read_evaluations(folders))}
+def found(evaluations):
+    return {table.name: table for table in tables(read_evaluations(evaluations))}
 
 
 def rows(table: Table) -> dict[tuple[str, ...], list[str]]:

@@ -46,4 +46,4 @@ def _round(record: TracedRound) -> dict[str, Any]:
 def _token(token: TracedToken) -> list[Any]:
     """Text; p, q, alpha, threshold, coin, rounded; whether the coin succeeds, which rounding must not change."""
     numbers = (token.p, token.q, token.alpha, token.threshold, token.coin)
-    return [token.text, *(float(f"{n:.4g}") for n in numbers), int(token.coin < token.threshold)]
+    return [token.text, *(float(f"{n:.6g}") for n in numbers), int(token.coin < token.threshold)]

@@ -55,7 +55,9 @@ def _section(table: Table) -> str:
 
 def _figure(drawing: Drawing) -> str:
     title = html.escape(drawing.title)
-    picture = drawing.inline().replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+    points = 72 * drawing.figure.get_figwidth()
+    attributes = f'role="img" aria-label="{title}" style="--points: {points:.0f}"'
+    picture = drawing.inline().replace("<svg ", f"<svg {attributes} ", 1)
     return (
         f'<figure id="{drawing.name}"><figcaption><h3>{title}</h3><p class="caption">{html.escape(drawing.caption)}</p>'
         f'</figcaption>\n<div class="scroll" tabindex="0" role="region" aria-label="{title}">{picture}</div></figure>'

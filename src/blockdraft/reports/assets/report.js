@@ -39,10 +39,12 @@
     return shown;
   }
 
-  function meter(kind, label, filled, tick) {
-    const track = make("span", { className: "track" }, make("span", { className: "fill", style: { width: percent(filled) } }));
-    if (tick !== undefined) track.append(make("span", { className: "tick", style: { left: percent(tick) } }));
-    return make("div", { className: `meter ${kind}` }, make("span", { className: "name", textContent: label }), track);
+  const row = (className, ...texts) => make("div", { className }, ...texts.map((textContent) => make("span", { textContent })));
+
+  function track(className, filled, coin) {
+    const line = make("div", { className: `track ${className}` }, make("span", { className: "fill", style: { width: percent(filled) } }));
+    if (coin !== undefined) line.append(make("span", { className: "tick", style: { left: percent(coin) } }));
+    return line;
   }
 
   function card(trace, round, index) {
@@ -53,26 +55,25 @@
         make("span", { className: "place", textContent: index + 1 }),
         make("span", { className: "verdict", textContent: kept ? "✓ kept" : "✗ dropped" })),
       visible(text),
-      make("div", { className: "pair" }, make("span", { textContent: `p ${number(p)}` }), make("span", { textContent: `q ${number(q)}` })),
+      row("pair", `p ${number(p)}`, `q ${number(q)}`),
     ];
     let decided;
     if (trace.rule === "greedy") {
-      decided = success ? "is the target's choice" : "is not the target's choice";
-      parts.push(make("div", { className: "coin", textContent: success ? "target's choice ✓" : "other choice ✗" }));
+      decided = success ? "the target's choice" : "not the target's choice";
+      parts.push(row("pair coin", "target's choice", success ? "✓" : "✗"));
     } else {
-      decided = `coin ${number(coin)}, threshold ${number(threshold)}, ${success ? "success" : "failure"}`;
+      decided = `alpha ${number(alpha)}, coin ${number(coin)}, threshold ${number(threshold)}, ${success ? "success" : "failure"}`;
       parts.push(
-        meter("alpha", `α ${number(alpha)}`, alpha),
-        meter(success ? "throw won" : "throw", `coin ${number(coin)} ${success ? "<" : "≥"} ${number(threshold)} ${success ? "✓" : "✗"}`, threshold, coin));
+        row("pair", `α ${number(alpha)}`, `h ${number(threshold)}`),
+        track("alpha", alpha),
+        row("pair coin", `coin ${number(coin)}`, success ? "✓ < h" : "✗ ≥ h"),
+        track("throw", threshold, coin));
     }
-    if (trace.rule === "block") {
-      const other = index < round.tokenKept;
-      parts.push(make("div", { className: "other", textContent: `token rule: ${other ? "✓ kept" : "✗ dropped"}` }));
-    }
+    if (trace.rule === "block") parts.push(row("pair other", "token rule", index < round.tokenKept ? "✓" : "✗"));
     return make("li", {
       className: `card-token ${kept ? "kept" : "dropped"}`,
       data: { text, kept: Number(kept), success },
-      aria: { label: `${index + 1}: ${JSON.stringify(text)}, ${kept ? "kept" : "dropped"}; p ${number(p)}, q ${number(q)}, alpha ${number(alpha)}, ${decided}` },
+      aria: { label: `${index + 1}: ${JSON.stringify(text)}, ${kept ? "kept" : "dropped"}; p ${number(p)}, q ${number(q)}; ${decided}${trace.rule === "block" ? `; token rule ${index < round.tokenKept ? "keeps" : "drops"} it` : ""}` },
     }, ...parts);
   }
 
