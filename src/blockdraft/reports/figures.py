@@ -41,6 +41,7 @@ RC = {
     "font.size": 9,
     "grid.color": INKS["grid"][0],
     "grid.linewidth": 0.8,
+    "legend.columnspacing": 1.4,
     "legend.edgecolor": "none",
     "legend.facecolor": "none",
     "legend.fontsize": 9,
@@ -90,7 +91,7 @@ class Drawing:
     def _saved(self, form: str, title: str = "", **options: Any) -> bytes:
         file = io.BytesIO()
         with _drawing():
-            self.figure.suptitle(title, x=0.005, ha="left", fontsize=11)
+            self.figure.suptitle(title, x=0.005, ha="left", fontsize=11.5, fontweight="bold")
             self.figure.savefig(file, format=form, **options)
         return file.getvalue()
 
@@ -129,7 +130,8 @@ def retention(comparison: Comparison, target: str, look: Look) -> Drawing | None
         row[1].set_ylim(top=1.01)
         for panel in row:
             panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-            panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            longest = max(entry.about.num_proposals for entry in members)
+            panel.set_xticks(range(1, longest + 1, 1 if longest < 10 else 2))
     for panel in axes[-1]:
         panel.set_xlabel("position i in the block")
     _legend(figure, entries, look)
@@ -203,7 +205,7 @@ def seconds(comparison: Comparison, target: str, look: Look) -> Drawing | None:
                 panel.barh(place, width, left=left, height=0.68, color=colour, label=label)
                 left += width
             panel.text(left + 0.015 * longest, place, f"{left:.2f}", va="center", fontsize=8)
-        panel.set(title=comparison.setting(rule), xlabel="milliseconds per token", xlim=(0, 1.13 * longest))
+        panel.set(title=comparison.setting(rule), xlabel="milliseconds per token", xlim=(0, 1.17 * longest))
         panel.set_yticks(range(len(names)), names)
         panel.tick_params(axis="y", length=0)
         panel.grid(visible=False, axis="y")
@@ -323,4 +325,4 @@ def _legend(figure: Figure, entries: Sequence[Entry], look: Look, *, lines: bool
         line = Line2D([], [], color=style.colour, marker=style.marker, label=entry.label)
         line.set_linestyle(style.dash if lines else "none")
         handles.setdefault(entry.label, line)
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(6, len(handles)))
+    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(7, len(handles)))
