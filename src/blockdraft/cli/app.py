@@ -10,6 +10,7 @@ from rich.console import Console
 
 from blockdraft import __version__
 from blockdraft.cli.data import data
+from blockdraft.cli.evaluate import Spread, evaluate
 from blockdraft.cli.recipes import estimate, recipes
 from blockdraft.cli.report import report
 from blockdraft.cli.train import train
@@ -20,6 +21,7 @@ app.add_typer(data, name="data")
 app.add_typer(recipes, name="recipes")
 app.command()(estimate)
 app.command()(train)
+app.command(cls=Spread)(evaluate)
 app.command()(report)
 
 
@@ -92,7 +94,11 @@ def _mistakes() -> tuple[type[Exception], ...]:
     from blockdraft.data import DataError, EngineError, PromptError
     from blockdraft.drafters import CheckpointError
     from blockdraft.evaluation import EvaluationError
+    from blockdraft.processes import DeviceError
     from blockdraft.targets import UnsupportedTargetError
     from blockdraft.training import RecipeError
 
-    return CheckpointError, DataError, EngineError, EvaluationError, PromptError, RecipeError, UnsupportedTargetError
+    return (
+        CheckpointError, DataError, DeviceError, EngineError, EvaluationError, PromptError, RecipeError,
+        UnsupportedTargetError,
+    )  # fmt: skip
