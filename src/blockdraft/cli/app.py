@@ -12,6 +12,7 @@ from blockdraft import __version__
 from blockdraft.cli.data import data
 from blockdraft.cli.evaluate import Spread, evaluate
 from blockdraft.cli.recipes import estimate, recipes
+from blockdraft.cli.report import report
 from blockdraft.cli.train import train
 from blockdraft.verification import RULES, Rule
 
@@ -21,6 +22,7 @@ app.add_typer(recipes, name="recipes")
 app.command()(estimate)
 app.command()(train)
 app.command(cls=Spread)(evaluate)
+app.command()(report)
 
 
 @app.callback(invoke_without_command=True)
