@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-
-
 from blockdraft.data import LocalEngine, Settings, build_cache, open_paths, read_prompts, regenerate, write_prompts
 from blockdraft.data.selection import draw
 from blockdraft.data.sources import pocket_prompts
@@ -114,9 +112,7 @@ class Demo:
             self.on_progress("features of the target", done, of, tokens)
 
         max_bytes = int(recipe.data.cache_gib * 2**30)
-        build_cache(
-            self.out / "features", target, training, config.target_layers, max_bytes=max_bytes, on_tokens=count
-        )
+        build_cache(self.out / "features", target, training, config.target_layers, max_bytes=max_bytes, on_tokens=count)
         self.on_progress("features of the target", of, of, 0)
 
     def _train(self) -> None:
@@ -161,5 +157,3 @@ class Demo:
         candidates = load_candidates([f"{name}={folder / 'checkpoint'}" for name, folder in self.runs.items()], target)
         out = self.out / "evaluation"
         return Evaluation(target, candidates, tasks, protocol, out, on_progress=self.on_progress).run()
-
-

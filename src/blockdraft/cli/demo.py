@@ -1,5 +1,6 @@
 """``blockdraft demo``."""
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ def demo(
         file=sys.stderr,
     )
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the runs it started are told to stop, too
     try:
         with Stages() as stages:
             results, report = Demo(target, folder, stages.show).run()
@@ -40,8 +42,9 @@ def demo(
         raise typer.Exit(130) from None
     show(results)
     by = {each.drafter: each.acceptance_length.value for each in results.averages if _is_main(each.rule, each.choice)}
-    print(f"BV {by['bv']:.2f}, CE {by['ce']:.2f} tokens per call under block verification: {by['bv'] / by['ce'] - 1:+.1%}")
-    print(f"{report.page}")
+    gain = by["bv"] / by["ce"] - 1
+    print(f"BV {by['bv']:.2f}, CE {by['ce']:.2f} tokens per call under block verification: {gain:+.1%}")
+    print(f"the report: {report.page}")
     print(f"{time.monotonic() - started:.0f} seconds", file=sys.stderr)
 
 
