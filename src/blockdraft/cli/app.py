@@ -84,6 +84,8 @@ def main() -> None:
     """Run a verb. A user's mistake is one message and exit code 2; anything else is a bug and shows its traceback."""
     try:
         app()
+    except SystemExit:
+        raise  # before the names of all mistakes are looked up
     except _mistakes() as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
