@@ -112,6 +112,10 @@ def _definitions(values: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
