@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from blockdraft.reports.drawing import Drawing
 from blockdraft.reports.explorer import explorer
-from blockdraft.reports.figures import Drawing
 from blockdraft.reports.headlines import Headline, headlines
 from blockdraft.reports.inks import css, styles
 from blockdraft.reports.merging import GROUPS, Comparison, Evaluation
