@@ -85,3 +85,16 @@ def test_an_evaluation_without_drafters(tmp_path):
     folder = synthetic.write(tmp_path, synthetic.results(drafters=()))
     with pytest.raises(EvaluationError, match="no drafter was evaluated"):
         read_evaluations([folder])
+
+
+def test_where_the_papers_temperature_is_the_best_one_measurement_is_both(tmp_path):
+    made = synthetic.results(drafters=(("dflash", "BV"), ("dflash", "CE")))
+    about = made.drafters[0].model_copy(update={"best_draft_temperature": {"block": 1.0, "token": 0.6}})
+    only = [a for a in made.averages if (a.drafter, a.choice) != (about.name, "best")]
+    folder = synthetic.write(
+        tmp_path, made.model_copy(update={"drafters": [about, made.drafters[1]], "averages": only})
+    )
+    _, entry = read_evaluations([folder]).entries
+    assert entry.average("block", "best") == entry.average("block", "paper")
+    assert entry.average("token", "best") is None
+    assert entry.average("greedy", "best") is None

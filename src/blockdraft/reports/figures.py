@@ -1,102 +1,16 @@
 """The paper's figures, and three more, drawn with matplotlib: one drawing per target and subject."""
 
-import io
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from blockdraft.reports.inks import INKS, Style, styles, with_variables
+from blockdraft.reports.drawing import Drawing, Look, drawing, kinds, legend, line, panels
+from blockdraft.reports.inks import INKS, styles
 from blockdraft.reports.merging import RULES, Comparison, Entry
 from blockdraft.reports.seconds import autoregressive, phases, speculative
 from blockdraft.verification import Rule
-
-Look = Callable[[Entry], Style]
-
-RC = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": INKS["axis"][0],
-    "axes.grid": True,
-    "axes.labelcolor": INKS["text"][0],
-    "axes.labelsize": 9,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": INKS["text"][0],
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9.5,
-    "axes.titleweight": "bold",
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "figure.constrained_layout.h_pad": 0.08,
-    "figure.constrained_layout.w_pad": 0.1,
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "grid.color": INKS["grid"][0],
-    "grid.linewidth": 0.8,
-    "legend.columnspacing": 1.4,
-    "legend.edgecolor": "none",
-    "legend.facecolor": "none",
-    "legend.fontsize": 9,
-    "legend.labelcolor": INKS["text"][0],
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "blockdraft",
-    "text.color": INKS["text"][0],
-    "text.parse_math": False,
-    "xtick.color": INKS["axis"][0],
-    "xtick.labelcolor": INKS["text"][0],
-    "xtick.labelsize": 8.5,
-    "ytick.color": INKS["axis"][0],
-    "ytick.labelcolor": INKS["text"][0],
-    "ytick.labelsize": 8.5,
-}
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure with the name of its files."""
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure
-
-    def png(self) -> bytes:
-        """On white, 200 dots per inch, titled."""
-        return self._saved("png", title=self.title, facecolor="white", dpi=200, metadata={"Software": None})
-
-    def svg(self) -> str:
-        """On white, titled; the same bytes every time."""
-        return self._saved("svg", title=self.title, facecolor="white", metadata=_NO_METADATA).decode()
-
-    def inline(self) -> str:
-        """For a page: no ground, colours from the page's variables, ids that no other drawing has, nothing external."""
-        svg = self._saved("svg", metadata=_NO_METADATA).decode()
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
-        svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
-        svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{self.name}-", svg)
-        svg = re.sub(r"font(-family)?: ([\d.a-z ]*)'DejaVu Sans'[^;\"]*", r"font\1: \2var(--sans)", svg)
-        return with_variables(svg)
-
-    def _saved(self, form: str, title: str = "", **options: Any) -> bytes:
-        file = io.BytesIO()
-        with _drawing():
-            self.figure.suptitle(title, x=0.005, ha="left", fontsize=11.5, fontweight="bold")
-            self.figure.savefig(file, format=form, **options)
-        return file.getvalue()
-
-
-_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
 def figures(comparison: Comparison) -> Iterator[Drawing]:
@@ -104,10 +18,10 @@ def figures(comparison: Comparison) -> Iterator[Drawing]:
     look = styles(comparison)
     for target in comparison.targets:
         for draw in (retention, tasks, seconds, temperatures, dynamics):
-            with _drawing():
-                drawing = draw(comparison, target, look)
-            if drawing is not None:
-                yield drawing
+            with drawing():
+                drawn = draw(comparison, target, look)
+            if drawn is not None:
+                yield drawn
 
 
 def retention(comparison: Comparison, target: str, look: Look) -> Drawing | None:
@@ -117,14 +31,14 @@ def retention(comparison: Comparison, target: str, look: Look) -> Drawing | None
     entries = [e for e in entries if rule and e.cells(rule, "paper")]
     if rule is None or not entries:
         return None
-    figure, axes = _panels(entries, 2, height=2.5)
-    for row, (kind, members) in zip(axes, _kinds(entries).items(), strict=True):
+    figure, axes = panels(entries, 2, height=2.5)
+    for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
         for entry in members:
             kept = pooled_retention(entry, rule)
             after = [k / before if before > 0 else float("nan") for before, k in pairwise(kept)]
             positions = range(1, len(kept))
-            _line(row[0], positions, kept[1:], look(entry))
-            _line(row[1], positions, after, look(entry))
+            line(row[0], positions, kept[1:], look(entry))
+            line(row[1], positions, after, look(entry))
         row[0].set(title=f"{kind}: kept through position i", ylabel="of all rounds", ylim=(0, 1.02))
         row[1].set(title=f"{kind}: kept if i-1 was", ylabel="of rounds that got this far")
         row[1].set_ylim(top=1.01)
@@ -134,7 +48,7 @@ def retention(comparison: Comparison, target: str, look: Look) -> Drawing | None
             panel.set_xticks(range(1, longest + 1, 1 if longest < 10 else 2))
     for panel in axes[-1]:
         panel.set_xlabel("position i in the block")
-    _legend(figure, entries, look)
+    legend(figure, entries, look)
     title = f"How far drafts survive, {target}"
     caption = f"Prefix retention, unconditional and conditional. {comparison.setting(rule)}, all tasks pooled."
     return Drawing(f"retention-{comparison.file_name(target)}", title, caption, figure)
@@ -147,10 +61,10 @@ def tasks(comparison: Comparison, target: str, look: Look) -> Drawing | None:
         return None
     names = [task.name for task in comparison.tasks(target)]
     titles = [task.title for task in comparison.tasks(target)]
-    most = max(len(members) for members in _kinds(entries).values())
+    most = max(len(members) for members in kinds(entries).values())
     height = 0.8 + len(names) * max(0.26, 0.13 * most)
-    figure, axes = _panels(entries, len(rules), height=height, sharex=True, sharey=True)
-    for row, (kind, members) in zip(axes, _kinds(entries).items(), strict=True):
+    figure, axes = panels(entries, len(rules), height=height, sharex=True, sharey=True)
+    for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
         for panel, rule in zip(row, rules, strict=True):
             for number, entry in enumerate(members):
                 shift = (number - (len(members) - 1) / 2) * min(0.25, 0.75 / len(members))
@@ -172,7 +86,7 @@ def tasks(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     axes[0][0].set_ylim(len(names) - 0.5, -0.5)
     for panel in axes[-1]:
         panel.set_xlabel("tokens per verification call, τ")
-    _legend(figure, entries, look, lines=False)
+    legend(figure, entries, look, lines=False)
     title = f"Acceptance length by task, {target}"
     caption = "Bars are 95% intervals (bootstrap over prompts). Correction and bonus tokens count."
     return Drawing(f"tasks-{comparison.file_name(target)}", title, caption, figure)
@@ -223,8 +137,8 @@ def temperatures(comparison: Comparison, target: str, look: Look) -> Drawing | N
     rules = [rule for rule in RULES if rule in tried]
     if not rules:
         return None
-    figure, axes = _panels(entries, len(rules), height=2.5, sharex=True)
-    for row, (kind, members) in zip(axes, _kinds(entries).items(), strict=True):
+    figure, axes = panels(entries, len(rules), height=2.5, sharex=True)
+    for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
         for panel, rule in zip(row, rules, strict=True):
             for entry in members:
                 points = {
@@ -233,7 +147,7 @@ def temperatures(comparison: Comparison, target: str, look: Look) -> Drawing | N
                     if rule in p.acceptance_length
                 }
                 style = look(entry)
-                _line(panel, list(points), list(points.values()), style)
+                line(panel, list(points), list(points.values()), style)
                 best = entry.about.best_draft_temperature.get(rule)
                 if best in points:
                     panel.plot(best, points[best], "o", ms=11, mfc="none", mec=style.colour, mew=1.4)
@@ -241,7 +155,7 @@ def temperatures(comparison: Comparison, target: str, look: Look) -> Drawing | N
         row[0].set_ylabel("predicted τ")
     for panel in axes[-1]:
         panel.set_xlabel("draft temperature")
-    _legend(figure, entries, look)
+    legend(figure, entries, look)
     title = f"Draft temperature, {target}"
     caption = (
         "Acceptance length predicted from target paths, mean over the tasks. A ring marks the best temperature tried."
@@ -254,20 +168,20 @@ def dynamics(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     entries = [e for e in comparison.of(target) if e.dynamics]
     if not entries:
         return None
-    figure, axes = _panels(entries, 2, height=2.5, sharex=True)
-    for row, (kind, members) in zip(axes, _kinds(entries).items(), strict=True):
+    figure, axes = panels(entries, 2, height=2.5, sharex=True)
+    for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
         for entry in members:
             points = entry.dynamics.points if entry.dynamics else []
             epochs = [p.epoch for p in points]
-            _line(row[0], epochs, [p.accuracy for p in points], look(entry))
-            _line(row[1], epochs, [p.draft_length for p in points], look(entry))
+            line(row[0], epochs, [p.accuracy for p in points], look(entry))
+            line(row[1], epochs, [p.draft_length for p in points], look(entry))
         row[0].set(title=f"{kind}: token accuracy", ylabel="argmax agrees with the text")
         row[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         row[1].set(title=f"{kind}: accepted draft length", ylabel="draft tokens per block")
     for panel in axes[-1]:
         panel.set_xlabel("epoch")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    _legend(figure, entries, look)
+    legend(figure, entries, look)
     title = f"Training dynamics, {target}"
     caption = (
         "Checkpoints on fixed blocks of training texts, block verification; correction and bonus tokens do not count."
@@ -284,45 +198,7 @@ def pooled_retention(entry: Entry, rule: Rule) -> list[float]:
     return [1.0, *(k / num_rounds if num_rounds else 0.0 for k in kept)]
 
 
-@contextmanager
-def _drawing() -> Iterator[None]:
-    with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        yield
-
-
 def _measured(comparison: Comparison, target: str) -> tuple[list[Rule], list[Entry]]:
     """Rules and drafters with cells at the paper's draft temperature."""
     entries = [e for e in comparison.of(target) if any(e.cells(rule, "paper") for rule in RULES)]
     return [rule for rule in RULES if any(e.cells(rule, "paper") for e in entries)], entries
-
-
-def _kinds(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    found: dict[str, list[Entry]] = {}
-    for entry in entries:
-        found.setdefault(entry.kind, []).append(entry)
-    return found
-
-
-def _panels(
-    entries: Sequence[Entry], num_columns: int, height: float, *, sharex: bool = False, sharey: bool = False
-) -> tuple[Figure, list[list[Axes]]]:
-    """A row of panels for each kind of drafter."""
-    num_rows = len(_kinds(entries))
-    figure = Figure(figsize=(0.6 + 3.4 * max(2, num_columns), height * num_rows + 0.35), layout="constrained")
-    grid = figure.subplots(num_rows, num_columns, squeeze=False, sharex=sharex, sharey=sharey)
-    return figure, [list(row) for row in grid]
-
-
-def _line(panel: Axes, x: Sequence[float], y: Sequence[float], style: Style) -> None:
-    panel.plot(x, y, style.dash, color=style.colour, marker=style.marker)
-
-
-def _legend(figure: Figure, entries: Sequence[Entry], look: Look, *, lines: bool = True) -> None:
-    """Labels once, under the panels; kinds have panels of their own."""
-    handles: dict[str, Line2D] = {}
-    for entry in entries:
-        style = look(entry)
-        line = Line2D([], [], color=style.colour, marker=style.marker, label=entry.label)
-        line.set_linestyle(style.dash if lines else "none")
-        handles.setdefault(entry.label, line)
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(7, len(handles)))

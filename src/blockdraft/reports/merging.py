@@ -74,10 +74,14 @@ class Entry:
         return next((c for c in self.cells(rule, choice) if c.task == task), None)
 
     def average(self, rule: Rule, choice: Choice) -> Average | None:
-        """The mean over its tasks, if it was measured."""
+        """The mean over its tasks, if it was measured; where the paper's draft temperature is the best, one is both."""
         name = self.about.name
         found = self.evaluation.results.averages
-        return next((a for a in found if (a.drafter, a.rule, a.choice) == (name, rule, choice)), None)
+        measured = {a.choice: a for a in found if (a.drafter, a.rule) == (name, rule)}
+        paper = measured.get("paper")
+        if choice == "best" and paper and self.about.best_draft_temperature.get(rule) == paper.draft_temperature:
+            return measured.get("best", paper)
+        return measured.get(choice)
 
     @property
     def dynamics(self) -> Dynamics | None:

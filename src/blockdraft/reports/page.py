@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from blockdraft.reports.drawing import Drawing
 from blockdraft.reports.explorer import explorer
-from blockdraft.reports.figures import Drawing
 from blockdraft.reports.headlines import Headline, headlines
 from blockdraft.reports.inks import css, styles
 from blockdraft.reports.merging import GROUPS, Comparison, Evaluation
@@ -112,6 +112,10 @@ def _definitions(values: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

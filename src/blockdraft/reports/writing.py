@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.atomic import replacing
-from blockdraft.reports.figures import Drawing, figures
+from blockdraft.reports.drawing import Drawing
+from blockdraft.reports.figures import figures
 from blockdraft.reports.merging import read_evaluations
 from blockdraft.reports.page import page
 from blockdraft.reports.paper_tables import tables

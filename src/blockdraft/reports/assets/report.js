@@ -172,8 +172,9 @@
     const title = `${prompt.target} · ${prompt.task}`;
     if (!groups.has(title)) groups.set(title, make("optgroup", { label: title }));
     const start = prompt.prompt.replace(/\s+/g, " ").trim();
-    const label = `${prompt.id}: ${start.length > 60 ? `${start.slice(0, 60)}…` : start}`;
-    groups.get(title).append(make("option", { value: index, textContent: label }));
+    const place = groups.get(title).children.length + 1;
+    const label = `${place}. ${start.length > 70 ? `${start.slice(0, 70)}…` : start}`;
+    groups.get(title).append(make("option", { value: index, textContent: label, title: prompt.id }));
   });
   get("prompt").append(...groups.values());
   get("prompt").value = 0;
