@@ -129,6 +129,8 @@ class Demo:
                 with logs[name].open("ab") as log:
                     children[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
             while any(child.poll() is None for child in children.values()):
+                if any(child.returncode not in (None, 0) for child in children.values()):
+                    break
                 self._show_training()
                 time.sleep(1)
         finally:
@@ -139,7 +141,7 @@ class Demo:
                 child.wait()
         self._show_training()
         for name, child in children.items():
-            if child.returncode != 0:
+            if child.returncode not in (0, 143):  # 143: told to stop because the other one failed
                 last = logs[name].read_text(errors="replace").strip().splitlines()[-1:]
                 raise DemoError(f"training {name} failed: {' '.join(last)} (all of it: {logs[name]})")
 

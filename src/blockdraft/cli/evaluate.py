@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
@@ -105,7 +106,8 @@ def evaluate(
 
 def show(results: "Results") -> None:
     """The averages as a table on stdout."""
-    table = Table(title=f"{results.target}: mean of {len(results.tasks)} tasks", title_justify="left")
+    title = f"{results.target}: mean of {len(results.tasks)} tasks"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("drafter", "rule", "temp.", "tokens/call", "95%", "predicted", "whole", "speed-up"):
         table.add_column(name, justify="left" if name in ("drafter", "rule") else "right", no_wrap=True)
     labels = {each.name: each.label for each in results.drafters}
