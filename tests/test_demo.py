@@ -11,7 +11,7 @@ SMALL = (
     "optimizer.max_steps=4", "drafter.num_layers=1", "drafter.num_proposals=4", "data.heldout=4", "record.log_every=1",
     "record.heldout_blocks=16", "record.save_every=2", "optimizer.epochs=2", "batch.num_texts=8",
 )  # fmt: skip
-TINY = Size("no", 20, 24, 2, 16, 2, SMALL)
+TINY = Size("no", 20, 24, 2, 16, 2, changes=SMALL)
 
 
 class StopError(Exception):
@@ -49,7 +49,7 @@ def test_all_stages_and_going_on(tmp_path, monkeypatch):
 
 
 def test_a_failed_run_is_named(tmp_path, monkeypatch):
-    broken = Size("no", 20, 24, 2, 16, 0, (*SMALL, "drafter.num_layers=0"))
+    broken = Size("no", 20, 24, 2, 16, 0, changes=(*SMALL, "drafter.num_layers=0"))
     monkeypatch.setitem(demo.SIZES, "pocket", broken)
     made = Demo("pocket", tmp_path, lambda *_: None)
     (tmp_path / "runs").mkdir()

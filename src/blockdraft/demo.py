@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from blockdraft.data import LocalEngine, Settings, build_cache, open_paths, read_prompts, regenerate, write_prompts
 from blockdraft.data.selection import draw
 from blockdraft.data.sources import pocket_prompts
@@ -34,6 +36,8 @@ class Size:
     """How much of everything, for one target.
 
     minutes: about how long it takes on two cores.
+    threads: of the stages that run by themselves; None for all. Small models gain little from more than one, and lose
+        much where another process takes a core.
     changes: to the shipped recipe.
     """
 
@@ -43,11 +47,12 @@ class Size:
     eval_prompts: int
     eval_tokens: int
     dynamics_texts: int
+    threads: int | None = None
     changes: tuple[str, ...] = ()
 
 
 SIZES = {
-    "pocket": Size("ten", 1600, 256, 24, 128, 48),
+    "pocket": Size("ten", 1600, 256, 16, 128, 48, threads=1),
     "smollm2": Size("a hundred and fifty", 400, 128, 8, 64, 24),
 }
 
@@ -65,6 +70,8 @@ class Demo:
     def run(self) -> tuple[Results, Report]:
         """All stages; what was found, and the report of it."""
         self.out.mkdir(parents=True, exist_ok=True)
+        if self.size.threads is not None:
+            torch.set_num_threads(self.size.threads)
         target = load_target(self.name)
         self._data(target)
         self._features(target)
