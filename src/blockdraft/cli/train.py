@@ -45,10 +45,12 @@ def train(
         with TrainingBar(run.name, trainer.num_steps, trainer.step, shown=processes.first) as bar:
             measured = trainer.run(bar.show)
     except StoppedError as stopped:
-        print(stopped, file=sys.stderr)
+        if processes.first:
+            print(stopped, file=sys.stderr)
         raise typer.Exit(143) from None
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if processes.first:
+            print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     finally:
         processes.close()
