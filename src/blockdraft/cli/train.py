@@ -67,3 +67,6 @@ def train(
             print(f"  {length:.2f} of {trainer.config.num_proposals} accepted, {rule} verification")
         accuracy = measured["heldout_token_accuracy"]
         print(f"  {accuracy:.3f} token accuracy, on {trainer.recipe.data.heldout} held-out texts")
+    if trainer.decoded is not None:
+        length = measured["decoded_length_block"]
+        print(f"  {length:.2f} tokens per verification call, decoding {len(trainer.decoded.prompts)} of their prompts")
