@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns that count (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--targets", nargs="+", default=["pocket", "smollm2"])
-    parser.add_argument("--attention", nargs="+", default=["sdpa", "eager"], help="how speculators attends")
+    parser.add_argument("--attention", nargs="+", default=["sdpa"], help="how speculators attends: sdpa, eager")
     parser.add_argument("--speculators", type=Path, default=HERE.parent / ".venv-speculators" / "bin" / "python")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
