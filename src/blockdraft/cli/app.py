@@ -10,7 +10,10 @@ from rich.console import Console
 
 from blockdraft import __version__
 from blockdraft.cli.data import data
+from blockdraft.cli.demo import demo
+from blockdraft.cli.evaluate import Spread, evaluate
 from blockdraft.cli.recipes import estimate, recipes
+from blockdraft.cli.report import report
 from blockdraft.cli.train import train
 from blockdraft.verification import RULES, Rule
 
@@ -19,6 +22,9 @@ app.add_typer(data, name="data")
 app.add_typer(recipes, name="recipes")
 app.command()(estimate)
 app.command()(train)
+app.command(cls=Spread)(evaluate)
+app.command()(report)
+app.command()(demo)
 
 
 @app.callback(invoke_without_command=True)
@@ -78,6 +84,8 @@ def main() -> None:
     """Run a verb. A user's mistake is one message and exit code 2; anything else is a bug and shows its traceback."""
     try:
         app()
+    except SystemExit:
+        raise  # before the names of all mistakes are looked up
     except _mistakes() as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -89,7 +97,12 @@ def main() -> None:
 def _mistakes() -> tuple[type[Exception], ...]:
     from blockdraft.data import DataError, EngineError, PromptError
     from blockdraft.drafters import CheckpointError
+    from blockdraft.evaluation import EvaluationError
+    from blockdraft.processes import DeviceError
     from blockdraft.targets import UnsupportedTargetError
     from blockdraft.training import RecipeError
 
-    return CheckpointError, DataError, EngineError, PromptError, RecipeError, UnsupportedTargetError
+    return (
+        CheckpointError, DataError, DeviceError, EngineError, EvaluationError, PromptError, RecipeError,
+        UnsupportedTargetError,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -69,7 +70,36 @@ class Bar(_Shown):
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         seconds = task.elapsed or 0.0
-        return Text(f"{task.fields['tokens'] / seconds:,.0f} tokens/s" if seconds > 0 else "")
+        tokens = task.fields["tokens"]
+        return Text(f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 and tokens else "")
+
+
+class Stages(_Shown):
+    """One bar after another, each for a stage of the work."""
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            _Rate(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=Console(stderr=True),
+            disable=not shown,
+            speed_estimate_period=120,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def show(self, stage: str, done: int, of: int, tokens: int) -> None:
+        """How far a stage is, and how many tokens were made since the last call."""
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=of, tokens=0)
+        task = self._tasks[stage]
+        if not self._progress.disable:
+            self._progress._tasks[task].fields["tokens"] += tokens
+        self._progress.update(task, completed=done, total=of)
 
 
 class TrainingBar(_Shown):

@@ -22,10 +22,10 @@ def train(
 ) -> None:
     """Train a drafter. An interrupted run goes on with the same command; also under torchrun."""
     from blockdraft.cli.progress import TrainingBar
+    from blockdraft.processes import Processes
     from blockdraft.targets import load_target
     from blockdraft.training import Trainer, load_recipe
     from blockdraft.training.dry_run import dry_run as check
-    from blockdraft.training.processes import Processes
     from blockdraft.training.trainer import StoppedError, TrainingError
 
     loaded = load_recipe(recipe, assignments)

@@ -102,6 +102,10 @@ def build_cache(
     folder = Path(folder)
     refuse_large_cache(target, paths, layers, max_bytes)
     identity = cache_identity(target, paths, layers)
+    if (folder / INDEX).exists():
+        index = _read_index(folder)
+        if index["identity"] == identity and len(index["shards"]) == len(_files(paths)):
+            return  # several runs may read one cache at once
     with writing(folder):
         index = {"identity": identity, "shards": {}}
         if (folder / INDEX).exists():

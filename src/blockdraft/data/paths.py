@@ -110,6 +110,14 @@ def open_paths(folder: str | Path, target: Target | None = None, *, partial: boo
     )
 
 
+def read_rows(folder: str | Path) -> list[Row]:
+    """The rows of a complete data folder, with their ids."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    check_shards(folder, manifest)
+    return [Row(**row) for name in manifest["shards"] for row in pq.read_table(folder / name).to_pylist()]
+
+
 def refuse_other_target(folder: Path, manifest: dict[str, Any], target: Target) -> None:
     """Raise if the data is not this target's."""
     identity = manifest["identity"]

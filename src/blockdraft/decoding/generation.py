@@ -13,7 +13,9 @@ from torch import Tensor
 from blockdraft.decoding.streams import Streams
 from blockdraft.drafters import Drafter, Proposal
 from blockdraft.targets import Message, Sampling, Target
-from blockdraft.verification import Rule, verify
+from blockdraft.verification import Rule, Verdict, verify
+
+OnVerdict = Callable[[Proposal, Tensor, Verdict], None]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def generate(
     max_new_tokens: int = 256,
     seed: int = 0,
     on_round: Callable[[Round], None] | None = None,
+    on_verdict: OnVerdict | None = None,
 ) -> Generation:
     """Decode one text, lossless under every rule.
 
@@ -92,6 +95,7 @@ def generate(
         max_new_tokens: output budget; the last block is cropped to it.
         seed: of all random streams.
         on_round: called with each round's record, and first with one for the prefill token.
+        on_verdict: called in each round with the proposal, p ``[1, B + 1, V]`` and the verdict.
     """
     sampling = Sampling(0.0 if rule == "greedy" else temperature, top_k, top_p)
     if sampling.temperature == 0:
@@ -101,7 +105,7 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     ids = prompt_ids(target, prompt)
-    state = _State(target, drafter, ids, rule, sampling, draft_temperature, max_new_tokens, seed)
+    state = _State(target, drafter, ids, rule, sampling, draft_temperature, max_new_tokens, seed, on_verdict)
     with torch.inference_mode():
         state.prefill(on_round)
         while not state.finished:
@@ -138,7 +142,9 @@ class _State:
         draft_temperature: float,
         max_new_tokens: int,
         seed: int,
+        on_verdict: OnVerdict | None = None,
     ) -> None:
+        self.on_verdict = on_verdict
         self.target, self.drafter, self.rule, self.sampling = target, drafter, rule, sampling
         self.draft_temperature, self.max_new_tokens = draft_temperature, max_new_tokens
         self.layers = drafter.config.target_layers if drafter is not None else ()
@@ -210,6 +216,8 @@ class _State:
             generator=self.streams.coins,
             recovery_generator=self.streams.recovery,
         )
+        if self.on_verdict is not None and self.anchor >= 0:
+            self.on_verdict(proposal, target_probs, verdict)
         return int(verdict.num_accepted), int(verdict.next_token)
 
     def _extend(self, features: Tensor | None, num_rows: int) -> None:

@@ -172,7 +172,7 @@ class TracedToken(Strict):
     """A drafted token as the verifier saw it.
 
     p, q: its probability under target and drafter. alpha: block verification's running state a_i after it.
-    threshold, coin: h_i of the rule that decided, and the uniform number thrown against it; success is coin < threshold.
+    threshold, coin: h_i of the rule that decided, and the uniform number thrown against it; a success if below.
     token_threshold: min(1, p/q), what token verification would have thrown the same coin against.
     """
 

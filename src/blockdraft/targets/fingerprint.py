@@ -3,6 +3,7 @@
 import hashlib
 
 import torch
+from torch import nn
 
 from blockdraft.targets.target import Target
 
@@ -16,8 +17,13 @@ def fingerprint(target: Target) -> str:
     The values are rounded to bfloat16, so that one checkpoint has one fingerprint
     in float32 and in bfloat16; a fine-tuned or requantised one has another.
     """
+    return weights_fingerprint(target.model)
+
+
+def weights_fingerprint(module: nn.Module) -> str:
+    """The same of any module."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(target.model.state_dict().items()):
+    for name, tensor in sorted(module.state_dict().items()):
         flat = tensor.detach().flatten()
         step = max(1, flat.numel() // SAMPLES)
         values = flat[::step][:SAMPLES].to(torch.bfloat16).cpu()

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from blockdraft.drafters import load_drafter
+from blockdraft.processes import Processes
 from blockdraft.targets import Target
 from blockdraft.training.estimate import GIB, estimate
-from blockdraft.training.processes import Processes
 from blockdraft.training.recipe import Recipe
 from blockdraft.training.trainer import Trainer
 

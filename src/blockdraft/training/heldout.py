@@ -6,7 +6,7 @@ import torch
 
 from blockdraft.data import Features, Paths, Plan, collate, share_out
 from blockdraft.losses import BlockStatistics, objective
-from blockdraft.training.processes import Processes
+from blockdraft.processes import Processes
 from blockdraft.training.step import Step
 
 TEXTS_PER_BATCH = 16

@@ -29,6 +29,7 @@ from blockdraft.atomic import locked, replacing
 from blockdraft.data import CachedFeatures, Features, OnlineFeatures, Plan, build_cache, open_paths
 from blockdraft.data.features import refuse_large_cache
 from blockdraft.losses import Annealing
+from blockdraft.processes import Processes, shard
 from blockdraft.targets import Target, fingerprint
 from blockdraft.training.allocator import keep_freed_memory
 from blockdraft.training.checkpoints import Checkpoints, truncate_metrics
@@ -37,7 +38,6 @@ from blockdraft.training.feed import Feed
 from blockdraft.training.heldout import HeldOut, summary
 from blockdraft.training.initial import new_drafter
 from blockdraft.training.logs import Logs, check_trackers
-from blockdraft.training.processes import Processes, shard
 from blockdraft.training.recipe import Recipe, RecipeError
 from blockdraft.training.schedule import Schedule
 from blockdraft.training.step import Step

@@ -14,10 +14,14 @@ class Verdict:
 
     num_accepted: ``[N]`` drafted tokens kept.
     next_token: ``[N]`` the correction, or the bonus token after a whole block.
+    coins: ``[N, B]`` the uniform numbers that were thrown.
+    thresholds: ``[N, B]`` h_i, below which a coin succeeds.
     """
 
     num_accepted: Tensor
     next_token: Tensor
+    coins: Tensor
+    thresholds: Tensor
 
 
 def verify(
@@ -43,9 +47,10 @@ def verify(
     num_accepted = decided.num_accepted(uniform)
     residual = residual_law(rule, blocks, decided.state, num_accepted[:, None]).squeeze(1)
     if rule == "greedy":
-        return Verdict(num_accepted, residual.argmax(-1))
+        return Verdict(num_accepted, residual.argmax(-1), uniform, decided.threshold)
     recovery = recovery_generator or spawn(generator, device)
-    return Verdict(num_accepted, torch.multinomial(residual, 1, generator=recovery).squeeze(1))
+    next_token = torch.multinomial(residual, 1, generator=recovery).squeeze(1)
+    return Verdict(num_accepted, next_token, uniform, decided.threshold)
 
 
 def spawn(generator: Generator | None, device: torch.device) -> Generator:

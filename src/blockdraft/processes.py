@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from blockdraft.training.recipe import RecipeError
+
+class DeviceError(ValueError):
+    """A device that is not there."""
 
 
 class Processes:
@@ -23,7 +25,7 @@ class Processes:
         try:
             torch.empty(0, device=kind)
         except (RuntimeError, AssertionError) as error:
-            raise RecipeError(f"runtime.device={kind}: {str(error).splitlines()[0]}") from error
+            raise DeviceError(f"device {kind}: {str(error).splitlines()[0]}") from error
         if self.distributed and kind == "cuda":
             kind = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(kind)

@@ -1,0 +1,161 @@
+"""From nothing to a report: data, two drafters, evaluation, all in one folder.
+
+Every stage is an ordinary step of the product, goes on where it stopped, and is skipped once it is done.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.data import LocalEngine, Settings, build_cache, open_paths, read_prompts, regenerate, write_prompts
+from blockdraft.data.selection import draw
+from blockdraft.data.sources import pocket_prompts
+from blockdraft.drafters import DrafterConfig
+from blockdraft.evaluation import Evaluation, Protocol, Results, load_candidates, load_tasks
+from blockdraft.reports import Report, write_report
+from blockdraft.targets import Target, load_target
+from blockdraft.training import load_recipe
+
+OBJECTIVES = ("ce", "bv")
+
+OnProgress = Callable[[str, int, int, int], None]
+"""(stage, done, of, tokens made now)."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything, for one target.
+
+    minutes: about how long it takes on two cores.
+    changes: to the shipped recipe.
+    """
+
+    minutes: str
+    num_prompts: int
+    max_new_tokens: int
+    eval_prompts: int
+    eval_tokens: int
+    dynamics_texts: int
+    changes: tuple[str, ...] = ()
+
+
+SIZES = {
+    "pocket": Size("ten", 1600, 256, 24, 128, 48),
+    "smollm2": Size("a hundred and fifty", 400, 128, 8, 64, 24),
+}
+
+
+class DemoError(RuntimeError):
+    """A stage that failed, with where to look."""
+
+
+class Demo:
+    """One demonstration in its folder."""
+
+    def __init__(self, target: str, out: str | Path, on_progress: OnProgress) -> None:
+        self.name, self.size, self.out, self.on_progress = target, SIZES[target], Path(out), on_progress
+
+    def run(self) -> tuple[Results, Report]:
+        """All stages; what was found, and the report of it."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        target = load_target(self.name)
+        self._data(target)
+        self._features(target)
+        self._train()
+        results = self._evaluate(target)
+        return results, write_report([self.out / "evaluation"], self.out / "report")
+
+    @property
+    def runs(self) -> dict[str, Path]:
+        """The two runs by objective."""
+        return {name: self.out / "runs" / name for name in OBJECTIVES}
+
+    def _recipe(self, name: str) -> tuple[str, list[str]]:
+        cached = ["data.features=cached", f"data.cache={self.out / 'features'}"]
+        kept = ["record.keep_epochs=true", "record.tensorboard=false", "runtime.device=cpu"]
+        return f"{self.name}-dflash-{name}", [f"data.path={self.out / 'data'}", *cached, *kept, *self.size.changes]
+
+    def _data(self, target: Target) -> None:
+        """Prompts of pocket's corpus, answered by the target."""
+        file = self.out / "prompts.jsonl"
+        if not file.exists():
+            write_prompts({file: draw(pocket_prompts(seed=0), num=self.size.num_prompts).kept})
+        settings = Settings(max_new_tokens=self.size.max_new_tokens, max_length=768)
+        done = 0
+
+        def count(conversations: int, tokens: int, new: bool) -> None:
+            nonlocal done
+            done += conversations
+            self.on_progress("data: the target answers", done, self.size.num_prompts, tokens if new else 0)
+
+        engine = LocalEngine(target, settings)
+        prompts = read_prompts(file)
+        regenerate(prompts, target, engine, settings, self.out / "data", shard_size=200, on_progress=count)
+
+    def _features(self, target: Target) -> None:
+        """What the drafters read of the target, computed once for both."""
+        recipe = load_recipe(*self._recipe(OBJECTIVES[0]))
+        config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.changes())
+        training, _ = open_paths(self.out / "data", target).split(recipe.data.heldout, recipe.seed)
+        of, done = len(training.tokens), 0
+
+        def count(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            self.on_progress("features of the target", done, of, tokens)
+
+        max_bytes = int(recipe.data.cache_gib * 2**30)
+        build_cache(self.out / "features", target, training, config.target_layers, max_bytes=max_bytes, on_tokens=count)
+        self.on_progress("features of the target", of, of, 0)
+
+    def _train(self) -> None:
+        """Both drafters side by side, each with half of the cores: small steps gain little from more."""
+        threads = max(1, (os.cpu_count() or 1) // len(OBJECTIVES))
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        children: dict[str, subprocess.Popen[bytes]] = {}
+        logs = {name: self.out / "runs" / f"{name}.log" for name in OBJECTIVES}
+        (self.out / "runs").mkdir(exist_ok=True)
+        try:
+            for name in OBJECTIVES:
+                recipe, changes = self._recipe(name)
+                command = [sys.executable, "-m", "blockdraft", "train", recipe, *changes, "--out", str(self.runs[name])]
+                with logs[name].open("ab") as log:
+                    children[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            while any(child.poll() is None for child in children.values()):
+                if any(child.returncode not in (None, 0) for child in children.values()):
+                    break
+                self._show_training()
+                time.sleep(1)
+        finally:
+            for child in children.values():
+                if child.poll() is None:
+                    child.send_signal(signal.SIGTERM)  # it saves, and the next time goes on
+            for child in children.values():
+                child.wait()
+        self._show_training()
+        for name, child in children.items():
+            if child.returncode not in (0, 143):  # 143: told to stop because the other one failed
+                last = logs[name].read_text(errors="replace").strip().splitlines()[-1:]
+                raise DemoError(f"training {name} failed: {' '.join(last)} (all of it: {logs[name]})")
+
+    def _show_training(self) -> None:
+        """Steps of each run, as far as its metrics tell."""
+        for name, folder in self.runs.items():
+            with suppress(OSError, ValueError, IndexError):
+                of = json.loads((folder / "run.json").read_text())["num_steps"]
+                last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+                self.on_progress(f"training with {name.upper()}", last["step"], of, 0)
+
+    def _evaluate(self, target: Target) -> Results:
+        protocol = Protocol(max_new_tokens=self.size.eval_tokens, dynamics_texts=self.size.dynamics_texts)
+        tasks = load_tasks(["pocket"], num_prompts=self.size.eval_prompts)
+        candidates = load_candidates([f"{name}={folder / 'checkpoint'}" for name, folder in self.runs.items()], target)
+        out = self.out / "evaluation"
+        return Evaluation(target, candidates, tasks, protocol, out, on_progress=self.on_progress).run()

@@ -1,0 +1,70 @@
+"""One prompt, all its turns, each on top of the answers given so far."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from blockdraft.data import Prompt
+from blockdraft.decoding import Generation, generate
+from blockdraft.decoding.generation import OnVerdict
+from blockdraft.drafters import Drafter
+from blockdraft.targets import Message, Target
+from blockdraft.verification import Rule
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to decode: a drafter (None is autoregressive), a rule, a draft temperature.
+
+    choice: ``paper`` or ``best``: how the draft temperature was chosen.
+    """
+
+    drafter: str | None
+    rule: Rule
+    draft_temperature: float
+    choice: Literal["paper", "best"] = "paper"
+
+    @property
+    def key(self) -> str:
+        """A name for files."""
+        return f"{self.drafter or 'autoregressive'}/{self.rule}/{self.draft_temperature:g}"
+
+
+def converse(
+    target: Target,
+    drafter: Drafter | None,
+    prompt: Prompt,
+    way: Way,
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    on_verdict: OnVerdict | None = None,
+    on_turn: Callable[[Generation], None] | None = None,
+) -> list[Generation]:
+    """Answer every turn. A conversation that outgrows what the target reads ends early."""
+    messages: list[Message] = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    answers: list[Generation] = []
+    limit = getattr(target.config, "max_position_embeddings", None)
+    room = max_new_tokens + (0 if drafter is None else drafter.config.num_proposals + 1)
+    for turn, text in enumerate(prompt.turns):
+        messages.append({"role": "user", "content": text})
+        ids = target.render(messages)
+        if limit is not None and len(ids) + room > limit:
+            break
+        answer = generate(
+            target, drafter, ids, rule=way.rule, temperature=temperature, draft_temperature=way.draft_temperature,
+            max_new_tokens=max_new_tokens, seed=seed_of(seed, prompt.id, turn), on_verdict=on_verdict,
+        )  # fmt: skip
+        if on_turn is not None:
+            on_turn(answer)
+        answers.append(answer)
+        messages.append({"role": "assistant", "content": answer.text or ""})
+    return answers
+
+
+def seed_of(seed: int, prompt: str, turn: int) -> int:
+    """Of one generation: a function of the run's seed, the prompt and the turn alone."""
+    digest = hashlib.sha256(f"evaluate/{seed}/{prompt}/{turn}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

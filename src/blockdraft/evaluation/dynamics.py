@@ -1,0 +1,100 @@
+"""Training dynamics: every epoch's checkpoint on the same blocks of training texts (the paper's figure 4).
+
+Accuracy is argmax agreement with the stored tokens. The length is that of one draw per block: the drafter samples,
+the target reads what was sampled, block verification decides.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from blockdraft.data import Chosen, Paths, collate, open_paths
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.evaluation.results import Dynamics, DynamicsPoint, EvaluationError
+from blockdraft.targets import Sampling, Target
+from blockdraft.verification import verify
+
+DYNAMICS = 5
+"""What this random stream is for, beside those of the data."""
+
+
+def epoch_checkpoints(run_folder: Path, run: dict[str, Any]) -> dict[int, Path]:
+    """Step and folder of each epoch's last checkpoint that was kept."""
+    each, last = run["steps_per_epoch"], run["num_steps"]
+    folders = {int(path.name): path for path in (run_folder / "steps").iterdir() if path.name.isdigit()}
+    return {step: folders[step] for step in sorted(folders) if step % each == 0 or step == last}
+
+
+def fixed_blocks(paths: Paths, num_texts: int, blocks_per_text: int, num_proposals: int, seed: int) -> list[Chosen]:
+    """The same whole blocks of the same texts for every checkpoint and every drafter of this size."""
+    rng = np.random.default_rng([seed, DYNAMICS])
+    room = paths.response_lengths - num_proposals  # anchors with a whole block behind them
+    able = np.flatnonzero(room >= 1)
+    if len(able) == 0:
+        raise EvaluationError(f"no response of the training data holds a block of {num_proposals}")
+    texts = np.sort(rng.choice(able, size=min(num_texts, len(able)), replace=False))
+    return [
+        Chosen(
+            int(text),
+            paths.prompt_lengths[text]
+            + np.sort(rng.choice(room[text], size=min(blocks_per_text, int(room[text])), replace=False)),
+        )
+        for text in texts
+    ]
+
+
+@torch.no_grad()
+def measure(target: Target, drafter: Drafter, paths: Paths, chosen: list[Chosen], seed: int) -> tuple[float, float]:
+    """Accuracy, and mean accepted draft tokens of one draw per block."""
+    sampling = Sampling()
+    draft, coins, recovery = (torch.Generator(target.device).manual_seed(seed + i) for i in range(3))
+    correct = positions = accepted = blocks = 0
+    for each in chosen:
+        batch = collate([each], paths, drafter.config.num_proposals).to(target.device)
+        cache = target.new_cache(batch.tokens.shape[1] + drafter.config.num_proposals + 1)
+        output = target.forward(batch.tokens, cache, drafter.config.target_layers)
+        assert output.features is not None
+        features = output.features.to(drafter.fc.weight.dtype)
+        hidden = drafter(features, batch.path[:, 0], batch.anchors, target)
+        logits = target.logits(hidden.to(target.dtype))
+        markov = drafter.markov(hidden, batch.previous)
+        if markov is not None:
+            logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
+        correct += int(((logits.argmax(-1) == batch.labels) & batch.valid).sum())
+        positions += int(batch.valid.sum())
+        for anchor in sorted(each.anchors.tolist(), reverse=True):  # each one forgets what the later ones wrote
+            drafts = drafter.new_cache(anchor)
+            drafter.extend(drafts, output.features[:, :anchor])
+            proposal = drafter.propose(drafts, int(batch.tokens[0, anchor]), target, 1.0, draft)
+            cache.rollback(anchor)
+            tokens = torch.cat([batch.tokens[:, anchor : anchor + 1], proposal.tokens], 1)
+            probs = sampling.probs(target.logits(target.forward(tokens, cache).hidden))
+            drafted = proposal.tokens[0].tolist()
+            length = next((i + 1 for i, token in enumerate(drafted) if token in target.eos_ids), len(drafted))
+            verdict = verify(
+                "block", probs[:, : length + 1], proposal.probs[:, :length], proposal.tokens[:, :length], None, coins,
+                recovery,
+            )  # fmt: skip
+            accepted += int(verdict.num_accepted)
+            blocks += 1
+    return correct / max(1, positions), accepted / max(1, blocks)
+
+
+def training_dynamics(
+    name: str, run_folder: Path, run: dict[str, Any], target: Target, *, num_texts: int, blocks_per_text: int, seed: int
+) -> Dynamics:
+    """All of one run."""
+    data = run["recipe"]["data"]["path"]
+    training, _heldout = open_paths(data, target).split(run["recipe"]["data"]["heldout"], run["recipe"]["seed"])
+    chosen = fixed_blocks(training, num_texts, blocks_per_text, run["drafter"]["num_proposals"], seed)
+    points = []
+    for step, folder in epoch_checkpoints(run_folder, run).items():
+        drafter = load_drafter(folder, target).to(target.device).eval()
+        accuracy, length = measure(target, drafter, training, chosen, seed)
+        points.append(
+            DynamicsPoint(step=step, epoch=step / run["steps_per_epoch"], accuracy=accuracy, draft_length=length)
+        )
+    num_blocks = sum(len(each.anchors) for each in chosen)
+    return Dynamics(drafter=name, num_texts=len(chosen), num_blocks=num_blocks, points=points)

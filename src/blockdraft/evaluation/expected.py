@@ -1,0 +1,68 @@
+"""Predictions of one drafter, written per data folder, read together."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from blockdraft.atomic import replacing
+from blockdraft.data import Row
+from blockdraft.evaluation.prediction import Predictor, Rounds
+from blockdraft.evaluation.protocol import Protocol
+from blockdraft.evaluation.results import TemperaturePoint
+from blockdraft.evaluation.tasks import Task
+from blockdraft.verification import Rule
+
+
+def write_expected(
+    file: Path, rows: Sequence[Row], predictor: Predictor, rules: Sequence[Rule], draft_temperatures: Sequence[float]
+) -> None:
+    """Predict every row."""
+    lines = []
+    for row in rows:
+        found = predictor.predict(row, rules, draft_temperatures)
+        rounds = {
+            rule: [[each.num, each.tokens, each.accepted, each.retained.tolist()] for each in values]
+            for rule, values in found.items()
+        }
+        lines.append({"prompt": row.id.rpartition("#")[0], "rounds": rounds})
+    with replacing(file) as unfinished:
+        unfinished.write_text(json.dumps(lines))
+
+
+class Expected:
+    """Expected rounds of every prompt, all its turns together, by rule and draft temperature."""
+
+    def __init__(self, files: Sequence[Path], protocol: Protocol) -> None:
+        self.protocol = protocol
+        self._sums: dict[tuple[str, str, int], Rounds] = {}
+        for file in files:
+            for line in json.loads(file.read_text()):
+                for rule, values in line["rounds"].items():
+                    for index, (num, tokens, accepted, retained) in enumerate(values):
+                        rounds = Rounds(num, tokens, accepted, np.array(retained))
+                        key = (line["prompt"], rule, index)
+                        self._sums[key] = self._sums[key] + rounds if key in self._sums else rounds
+
+    def of(self, task: Task, rule: Rule, draft_temperature: float) -> tuple[list[float], list[float]]:
+        """Tokens and rounds of every prompt of a task; 0 of those that the target could not read."""
+        index = 0 if rule == "greedy" else self.protocol.grid.index(draft_temperature)
+        found = [self._sums.get((prompt.id, rule, index)) for prompt in task.prompts]
+        return [0.0 if e is None else e.tokens for e in found], [0.0 if e is None else e.num for e in found]
+
+    def temperatures(self, tasks: Sequence[Task]) -> list[TemperaturePoint]:
+        """Predicted acceptance length over the grid, mean over the tasks."""
+        points = []
+        for temperature in self.protocol.grid if self.protocol.sampled_rules else ():
+            lengths = {}
+            for rule in self.protocol.sampled_rules:
+                pooled = [self.of(task, rule, temperature) for task in tasks]
+                lengths[str(rule)] = float(np.mean([sum(t) / sum(r) if sum(r) else 0.0 for t, r in pooled]))
+            points.append(TemperaturePoint(draft_temperature=temperature, acceptance_length=lengths))
+        return points
+
+
+def best_of(points: Sequence[TemperaturePoint], rule: str) -> float:
+    """The draft temperature of the longest predicted length; of equal ones the highest."""
+    return max(points, key=lambda p: (p.acceptance_length[rule], p.draft_temperature)).draft_temperature

@@ -1,0 +1,180 @@
+"""The prompts of an evaluation: the paper's seven benchmarks, pocket's own three, or any files.
+
+The benchmarks come from a folder of JSON lines (``gsm8k.jsonl`` and so on, rows with ``id`` and ``turns``, the
+wrappers already in the text) or from the Hugging Face hub, where the wrappers are put around the bare questions here.
+"""
+
+import difflib
+import importlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from blockdraft.data import Prompt, read_prompts
+from blockdraft.evaluation.results import EvaluationError, TaskAbout
+from blockdraft.pocket.corpus import FAMILIES, Family, heldout
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts with a name. group is the heading of its table: math, code or chat."""
+
+    name: str
+    title: str
+    group: str
+    source: str
+    prompts: list[Prompt]
+
+    def about(self) -> TaskAbout:
+        """As results tell it."""
+        turns = sum(len(prompt.turns) for prompt in self.prompts)
+        return TaskAbout(
+            name=self.name, title=self.title, group=self.group, source=self.source, num_prompts=len(self.prompts),
+            num_turns=turns,
+        )  # fmt: skip
+
+
+def reason(question: str) -> str:
+    """Around a mathematical question."""
+    return f"{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+
+
+def code(stub: str) -> str:
+    """Around the stub of a function."""
+    return f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{stub}\n```"
+
+
+def contest(statement: str, starter: str) -> str:
+    """Around a LiveCodeBench problem."""
+    how = "Use the following code structure" if starter else "Write your code in the following format"
+    return (
+        "You are an expert Python programmer. You will be given a question (problem specification) and will generate "
+        "a correct Python program that matches the specification and passes all tests. You will NOT return anything "
+        f"except for the program\n\n### Question:\n{statement}\n\n### Format: {how}:\n"
+        f"```python\n{starter or '# YOUR CODE HERE'}\n```\n\n### Answer: (use the provided format with backticks)"
+    )
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Where a benchmark is on the hub, how a row becomes user messages, how many prompts the paper takes."""
+
+    title: str
+    group: str
+    num_prompts: int
+    dataset: str
+    config: str | None
+    split: str
+    turns: Callable[[dict[str, Any]], list[str]]
+
+
+BENCHMARKS = {
+    "gsm8k": Benchmark("GSM8K", "math", 512, "openai/gsm8k", "main", "test", lambda r: [reason(r["question"])]),
+    "math500": Benchmark(
+        "MATH-500", "math", 500, "HuggingFaceH4/MATH-500", None, "test", lambda r: [reason(r["problem"])]
+    ),
+    "aime25": Benchmark("AIME25", "math", 30, "math-ai/aime25", None, "test", lambda r: [reason(r["problem"])]),
+    "humaneval": Benchmark(
+        "HumanEval", "code", 164, "openai/openai_humaneval", None, "test", lambda r: [code(r["prompt"])]
+    ),
+    "mbpp": Benchmark(
+        "MBPP", "code", 257, "google-research-datasets/mbpp", "sanitized", "test", lambda r: [r["prompt"]]
+    ),
+    "livecodebench": Benchmark(
+        "LCB", "code", 256, "livecodebench/code_generation_lite", "release_v6", "test",
+        lambda r: [contest(r["question_content"], r["starter_code"])],
+    ),
+    "mt-bench": Benchmark(
+        "MT-Bench", "chat", 80, "HuggingFaceH4/mt_bench_prompts", None, "train", lambda r: r["prompt"]
+    ),
+}  # fmt: skip
+"""The paper's seven, in the order of its tables."""
+
+POCKET = {f"pocket-{family}": family for family in FAMILIES}
+"""pocket's held-out prompts, embedded."""
+POCKET_PROMPTS = 64
+
+
+def task_names() -> list[str]:
+    """All known names; any other one is a file of prompts."""
+    return [*BENCHMARKS, *POCKET]
+
+
+def load_tasks(
+    names: Sequence[str] | None = None,
+    *,
+    folder: str | Path | None = None,
+    num_prompts: int | None = None,
+    seed: int = 0,
+) -> list[Task]:
+    """Tasks by name.
+
+    Args:
+        names: of benchmarks, of pocket's tasks, or paths of JSON-lines files; ``benchmarks`` stands for the seven
+            and ``pocket`` for the three. pocket's own if not given.
+        folder: with ``NAME.jsonl`` for the benchmarks; the Hugging Face hub if not given.
+        num_prompts: of each task, fewer than the paper takes; chosen by the seed.
+        seed: of the choice.
+    """
+    wanted: list[str] = []
+    for name in names or ["pocket"]:
+        wanted += {"benchmarks": list(BENCHMARKS), "pocket": list(POCKET)}.get(name, [name])
+    repeated = {name for name in wanted if wanted.count(name) > 1}
+    if repeated:
+        raise EvaluationError(f"the task {sorted(repeated)[0]!r} is named twice")
+    return [_load(name, folder, num_prompts, seed) for name in wanted]
+
+
+def choose(prompts: Sequence[Prompt], num: int, seed: int) -> list[Prompt]:
+    """So many of the prompts in their order; fewer are a part of more."""
+    ranks = list(range(len(prompts)))
+    random.Random(seed).shuffle(ranks)
+    return [prompts[index] for index in sorted(ranks[:num])]
+
+
+def _load(name: str, folder: str | Path | None, num_prompts: int | None, seed: int) -> Task:
+    if name in POCKET:
+        family = POCKET[name]
+        assert family in get_args(Family)
+        examples = heldout(family, num_prompts or POCKET_PROMPTS)
+        prompts = [Prompt(example.id, (example.prompt,)) for example in examples]
+        return Task(name, family.capitalize(), family, "pocket", prompts)
+    if name in BENCHMARKS:
+        benchmark = BENCHMARKS[name]
+        if folder is not None:
+            source = f"{name}.jsonl"
+            prompts = read_prompts(Path(folder) / source)
+        else:
+            source = benchmark.dataset
+            prompts = _from_hub(name, benchmark)
+        num = min(num_prompts or benchmark.num_prompts, benchmark.num_prompts)
+        return Task(name, benchmark.title, benchmark.group, source, choose(prompts, num, seed))
+    file = Path(name)
+    if not file.is_file():
+        near = difflib.get_close_matches(name, task_names(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(task_names())}, or a file of prompts"
+        raise EvaluationError(f"unknown task {name!r}; {hint}")
+    prompts = read_prompts(file)
+    chosen = choose(prompts, num_prompts or len(prompts), seed)
+    return Task(file.stem, file.stem, "other", file.name, chosen)
+
+
+def _from_hub(name: str, benchmark: Benchmark) -> list[Prompt]:
+    try:
+        datasets = importlib.import_module("datasets")
+    except ModuleNotFoundError as error:
+        raise EvaluationError(
+            f"{name}: reading a data set needs a package: pip install 'blockdraft[datasets]'"
+        ) from error
+    try:
+        table = datasets.load_dataset(benchmark.dataset, benchmark.config, split=benchmark.split)
+        return [Prompt(f"{name}-{index}", tuple(benchmark.turns(row))) for index, row in enumerate(table)]
+    except KeyError as error:
+        raise EvaluationError(f"{benchmark.dataset} has no column {error}") from error
+    except Exception as error:  # the hub raises whatever its many layers raise
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise EvaluationError(
+            f"{name}: {benchmark.dataset} cannot be loaded ({line}); a folder with {name}.jsonl does as well: --prompts"
+        ) from error

@@ -1,0 +1,84 @@
+"""Counting, by hand."""
+
+import numpy as np
+import pytest
+
+from blockdraft.decoding import Generation, Round
+from blockdraft.evaluation.metrics import Bootstrap, Record, Sums, conditional, estimate, mean_over_tasks
+
+
+def a_round(drafted, accepted, next_token):
+    return Round(drafted, accepted, next_token, {"draft": 0.5, "verify": 1.0, "rest": 0.25})
+
+
+def test_a_record_counts_rounds_before_cropping_and_leaves_the_prefill_out():
+    rounds = [a_round([11, 12, 13], 3, 14), a_round([15, 16, 17], 1, 18)]
+    budget = 5  # prefill token, four of the first round; the second one is cropped away but for nothing
+    generation = Generation([1], [10, 11, 12, 13, 14, 15, 18][:budget], None, rounds, prefill_seconds=2.0)
+    record = Record.of(generation)
+    assert record.tokens == [10, 11, 12, 13, 14]
+    assert record.accepted == [3, 1]
+    assert record.added == [4, 2]  # correction and bonus in, prefill out, nothing cropped
+    assert record.seconds == {"prefill": 2.0, "draft": 1.0, "verify": 2.0, "rest": 0.5}
+
+
+def test_an_end_token_inside_a_block_has_no_correction():
+    record = Record.of(Generation([1], [10, 11, 2], None, [a_round([11, 2], 2, None)]))
+    assert record.accepted == [2]
+    assert record.added == [2]
+
+
+def test_sums_over_two_turns():
+    first = Record([10, 11, 12], [1, 0], [2, 1], {"prefill": 1.0, "draft": 0.0, "verify": 1.0, "rest": 0.0})
+    second = Record([20, 21], [2], [3], {"prefill": 1.0, "draft": 0.5, "verify": 1.0, "rest": 0.5})
+    sums = Sums.of([first, second], num_proposals=3)
+    assert (sums.rounds, sums.added, sums.accepted, sums.tokens) == (3, 6, 3, 5)
+    assert sums.total_seconds == 5.0
+    assert sums.retained.tolist() == [2, 1, 0]  # of three rounds: two kept one or more, one kept two
+    assert conditional((sums.retained / 3).tolist()) == [pytest.approx(2 / 3), pytest.approx(1 / 2), 0.0]
+
+
+def test_no_turn_at_all_counts_for_nothing():
+    sums = Sums.of([], 3)
+    assert (sums.rounds, sums.tokens, sums.retained.tolist()) == (0, 0, [0, 0, 0])
+
+
+def test_a_condition_that_was_never_met_has_no_rate():
+    assert conditional([0.0, 0.0]) == [0.0, None]
+
+
+def test_pooling_is_not_averaging():
+    resampled = Bootstrap(2, 0, seed=0, stream=0)
+    added, rounds = [9.0, 2.0], [3.0, 2.0]  # 3 and 1 tokens a call
+    assert resampled.ratio(added, rounds)[0] == pytest.approx(11 / 5)
+    assert mean_over_tasks([np.array([3.0]), np.array([1.0])]).value == 2.0
+
+
+def test_intervals_hold_the_value_and_shrink_with_prompts():
+    rng = np.random.default_rng(0)
+    widths = []
+    for num in (20, 2000):
+        rounds = rng.integers(1, 10, num).astype(float)
+        added = rounds * rng.uniform(1, 3, num)
+        found = estimate(Bootstrap(num, 400, seed=1, stream=0).ratio(added, rounds))
+        assert found.low < found.value < found.high
+        widths.append(found.high - found.low)
+    assert widths[1] < widths[0] / 4
+
+
+def test_an_interval_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(3)
+    covered = 0
+    for trial in range(200):
+        rounds = rng.integers(5, 15, 60).astype(float)
+        added = rounds + rng.binomial(rounds.astype(int) * 4, 0.25)  # two tokens a call
+        found = estimate(Bootstrap(60, 200, seed=trial, stream=0).ratio(added, rounds))
+        covered += found.low <= 2.0 <= found.high
+    assert 175 <= covered <= 199
+
+
+def test_resamples_are_the_same_for_all_quantities_of_a_task():
+    one, two = (Bootstrap(10, 50, seed=4, stream=2).ratio(np.arange(10.0) + 1, np.ones(10)) for _ in range(2))
+    assert (one == two).all()
+    other = Bootstrap(10, 50, seed=4, stream=3).ratio(np.arange(10.0) + 1, np.ones(10))
+    assert not (one == other).all()

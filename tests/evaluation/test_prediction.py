@@ -1,0 +1,116 @@
+"""Predicted rounds against the decoding process written out as a tree of all its outcomes."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from blockdraft.evaluation.prediction import retention, walk
+from blockdraft.verification import law
+
+from toys import toy
+
+END = 0
+
+
+def tree(toy_, rule, budget):
+    """Exact expectation of (rounds, tokens, accepted) by following every draft, verdict and correction."""
+    size = toy_.block_size
+
+    def draft_law(text):
+        return [toy_.drafter((0,) * (len(text) % 2) + (1,) * i) for i in range(size)]  # depends on where it starts
+
+    @functools.cache
+    def follow(text):
+        if text[-1] == END or len(text) >= budget:
+            return np.zeros(3)
+        total = np.zeros(3)
+        qs = draft_law(text)
+        for block in toy_.blocks().tolist():
+            chance = float(torch.stack([q[x] for q, x in zip(qs, block, strict=True)]).prod())
+            cut = block.index(END) + 1 if END in block else size
+            kept = tuple(block[:cut])
+            p = torch.stack([target_law(toy_, text + kept[:i]) for i in range(cut + 1)])[None]
+            q = torch.stack(qs[:cut])[None]
+            accept, residual = law(rule, p, q, torch.tensor([kept]))
+            for k in range(cut + 1):
+                weight = chance * float(accept[0, k])
+                if weight == 0:
+                    continue
+                if k and kept[k - 1] == END:
+                    total += weight * np.array([1.0, k, k])
+                    continue
+                for token in range(toy_.vocab_size):
+                    share = weight * float(residual[0, k, token])
+                    if share:
+                        total += share * (np.array([1.0, k + 1, k]) + follow((*text, *kept[:k], token)))
+        return total
+
+    first = target_law(toy_, ())
+    return sum(float(first[token]) * follow((token,)) for token in range(toy_.vocab_size)), draft_law
+
+
+def target_law(toy_, text):
+    return toy_.target(text[-3:])
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_expected_rounds_over_all_texts_are_those_of_the_process(rule, zeros):
+    toy_ = toy("independent", zeros=zeros, seed=3, vocab_size=3, block_size=2)
+    budget = 4
+    wanted, draft_law = tree(toy_, rule, budget)
+    found = np.zeros(3)
+
+    def texts(text, chance):
+        """All texts that the target writes: to the end token, or as far as the last block may reach."""
+        if text and (text[-1] == END or len(text) >= budget + toy_.block_size):
+            yield text, chance
+            return
+        for token, p in enumerate(target_law(toy_, text).tolist()):
+            if p > 0:
+                yield from texts((*text, token), chance * p)
+
+    total = 0.0
+    for text, chance in texts((), 1.0):
+        total += chance
+        num_starts = min(len(text), budget) - 1
+        if num_starts < 1:
+            continue
+        shape = (num_starts, toy_.block_size)
+        log_q, log_p, valid = np.full(shape, -np.inf), np.zeros(shape), np.zeros(shape, bool)
+        for start in range(num_starts):
+            qs = draft_law(text[: start + 1])
+            for i in range(toy_.block_size):
+                at = start + 1 + i
+                if at < len(text):
+                    valid[start, i] = True
+                    with np.errstate(divide="ignore"):
+                        log_q[start, i] = np.log(float(qs[i][text[at]]))
+                    log_p[start, i] = np.log(float(target_law(toy_, text[:at])[text[at]]))
+        kept = retention(rule, log_q, log_p, np.zeros(shape, bool), valid)
+        end = len(text) - 1 if text[-1] == END else None
+        rounds = walk(kept, end)
+        assert rounds.accepted == pytest.approx(rounds.retained.sum())
+        found += chance * np.array([rounds.num, rounds.tokens, rounds.accepted])
+    assert total == pytest.approx(1.0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+
+
+def test_greedy_retention_stops_at_the_first_difference():
+    agrees = np.array([[True, False, True], [True, True, True]])
+    valid = np.array([[True, True, True], [True, True, False]])
+    zeros = np.zeros((2, 3))
+    assert retention("greedy", zeros, zeros, agrees, valid).tolist() == [[1, 0, 0], [1, 1, 0]]
+
+
+def test_a_drafter_that_knows_the_text_takes_whole_blocks():
+    rounds = walk(np.ones((9, 3)), end=None)  # budget 10: rounds at 0, 4 and 8
+    assert (rounds.num, rounds.tokens, rounds.accepted) == (3, 12, 9)
+    assert rounds.retained.tolist() == [3, 3, 3]
+
+
+def test_a_drafter_that_knows_nothing_takes_one_token_a_round():
+    rounds = walk(np.zeros((9, 3)), end=9)
+    assert (rounds.num, rounds.tokens, rounds.accepted) == (9, 9, 0)

@@ -1,0 +1,88 @@
+"""Which prompts are asked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from blockdraft.data import Prompt, write_prompts
+from blockdraft.evaluation import EvaluationError, load_tasks
+from blockdraft.evaluation.tasks import BENCHMARKS, choose, code, contest, reason
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+real = pytest.mark.skipif(not SHARED.exists(), reason="the benchmark files are not beside the project")
+
+
+def test_pocket_is_the_default_and_embedded():
+    tasks = load_tasks()
+    assert [(task.name, task.group, len(task.prompts)) for task in tasks] == [
+        ("pocket-math", "math", 64), ("pocket-code", "code", 64), ("pocket-chat", "chat", 64),
+    ]  # fmt: skip
+    assert load_tasks(num_prompts=5)[0].prompts == tasks[0].prompts[:5]
+
+
+def test_the_protocol_is_the_papers():
+    counts = {name: (each.group, each.num_prompts) for name, each in BENCHMARKS.items()}
+    assert counts == {
+        "gsm8k": ("math", 512), "math500": ("math", 500), "aime25": ("math", 30), "humaneval": ("code", 164),
+        "mbpp": ("code", 257), "livecodebench": ("code", 256), "mt-bench": ("chat", 80),
+    }  # fmt: skip
+
+
+def test_fewer_prompts_are_a_part_of_more_and_chosen_by_the_seed():
+    prompts = [Prompt(str(i), ("?",)) for i in range(100)]
+    few, more = choose(prompts, 10, seed=1), choose(prompts, 30, seed=1)
+    assert len(few) == 10
+    assert set(few) < set(more)
+    assert choose(prompts, 10, seed=1) == few != choose(prompts, 10, seed=2)
+    assert [int(p.id) for p in more] == sorted(int(p.id) for p in more)
+
+
+def test_a_file_is_a_task(tmp_path):
+    write_prompts({tmp_path / "mine.jsonl": [Prompt("a", ("one",)), Prompt("b", ("two", "three"))]})
+    (task,) = load_tasks([str(tmp_path / "mine.jsonl")])
+    about = task.about()
+    assert (about.name, about.num_prompts, about.num_turns) == ("mine", 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(["gsm8"], "did you mean 'gsm8k'"), (["zzz"], "or a file of prompts"), (["pocket", "pocket-math"], "named twice")],
+)
+def test_mistakes(names, message):
+    with pytest.raises(EvaluationError, match=message):
+        load_tasks(names)
+
+
+def test_the_hub_is_not_there(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(EvaluationError, match=r"aime25\.jsonl"):
+        load_tasks(["aime25"])
+
+
+@real
+def test_the_seven_from_a_folder():
+    tasks = load_tasks(["benchmarks"], folder=SHARED)
+    assert [len(task.prompts) for task in tasks] == [512, 500, 30, 164, 257, 256, 80]
+    assert sum(task.about().num_turns for task in tasks) == 1879  # generations
+    assert {len(prompt.turns) for prompt in tasks[-1].prompts} == {2}
+
+
+def rows(name):
+    with (SHARED / f"{name}.jsonl").open(encoding="utf-8") as file:
+        return [json.loads(line)["turns"][0] for line in file]
+
+
+@real
+def test_wrappers_are_those_of_the_files():
+    end = reason("")
+    for name in ("gsm8k", "math500", "aime25"):
+        assert all(text.endswith(end) and reason(text.removesuffix(end)) == text for text in rows(name))
+    for text in rows("humaneval"):
+        before, _, after = code("|").partition("|")
+        assert text.startswith(before)
+        assert text.endswith(after)
+    for text in rows("livecodebench"):
+        statement, _, rest = text.partition("### Question:\n")[2].rpartition("\n\n### Format: ")
+        starter = rest.partition("```python\n")[2].rpartition("\n```")[0]
+        assert contest(statement, "" if starter == "# YOUR CODE HERE" else starter) == text

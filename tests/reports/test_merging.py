@@ -1,0 +1,100 @@
+"""Several evaluations as one: order, names that differ, what cannot be read."""
+
+import pytest
+
+from blockdraft.evaluation import EvaluationError
+from blockdraft.reports import read_evaluations
+
+import synthetic
+
+
+def test_order_is_the_papers(tmp_path):
+    folder = synthetic.write(tmp_path / "a", synthetic.results())
+    found = read_evaluations([folder])
+    assert found.targets == ("pocket",)
+    assert [e.title for e in found.entries] == [
+        "DFlash CE", "DFlash BV w/o annealing", "DFlash BV", "DSpark CE", "DSpark BV",
+    ]  # fmt: skip
+    assert [task.title for task in found.tasks("pocket")] == ["Sums", "Functions", "Talk & 100% chat"]
+    assert not found.differences
+
+
+def test_the_same_drafter_from_two_folders_is_told_apart(tmp_path):
+    only = (("dflash", "CE"), ("dflash", "BV"))
+    first = synthetic.write(tmp_path / "one" / "eval", synthetic.results(drafters=only))
+    second = synthetic.write(tmp_path / "two" / "eval", synthetic.results(drafters=only[1:], shift=0.5))
+    found = read_evaluations([first, second])
+    assert [e.label for e in found.entries] == ["CE", "BV (one/eval)", "BV (two/eval)"]
+    one, two = found.entries[1:]
+    assert two.average("block", "paper").acceptance_length.value == pytest.approx(
+        one.average("block", "paper").acceptance_length.value + 0.5
+    )
+
+
+def test_two_runs_of_one_loss_in_one_folder_go_by_name(tmp_path):
+    first = synthetic.results(drafters=(("dflash", "BV"),))
+    second = synthetic.results(drafters=(("dflash", "BV"),), prefix="other-")
+    both = first.model_copy(
+        update={part: getattr(first, part) + getattr(second, part) for part in ("drafters", "cells")}
+    )
+    found = read_evaluations([synthetic.write(tmp_path / "a", both)])
+    assert [e.label for e in found.entries] == ["BV (dflash-bv)", "BV (other-dflash-bv)"]
+
+
+def test_targets_of_one_name_go_by_fingerprint(tmp_path):
+    first = synthetic.results()
+    second = first.model_copy(update={"target_fingerprint": "f" * 16})
+    folders = [synthetic.write(tmp_path / "a", first), synthetic.write(tmp_path / "b", second)]
+    titles = read_evaluations(folders).targets
+    assert titles == (f"pocket {first.target_fingerprint[:8]}", "pocket ffffffff")
+
+
+def test_a_folder_given_twice_counts_once(tmp_path):
+    folder = synthetic.write(tmp_path / "a", synthetic.results())
+    assert len(read_evaluations([folder, tmp_path / "a" / ".." / "a"]).evaluations) == 1
+
+
+def test_different_settings_are_said(tmp_path):
+    first = synthetic.results(drafters=(("dflash", "CE"),))
+    second = synthetic.results(drafters=(("dflash", "BV"),))
+    second.settings["max_new_tokens"] = 32
+    folders = [synthetic.write(tmp_path / "a", first), synthetic.write(tmp_path / "b", second)]
+    assert read_evaluations(folders).differences == ["Evaluations of pocket differ in budget (a: 128; b: 32)."]
+
+
+def test_files_of_targets_never_share_a_name(tmp_path):
+    folders = [
+        synthetic.write(tmp_path / str(i), synthetic.results(name)) for i, name in enumerate(("a.b", "a-b", "c"))
+    ]
+    found = read_evaluations(folders)
+    assert [found.file_name(target) for target in found.targets] == ["a-b-1", "a-b-2", "c"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "has no results.json"), ("{", "cannot be read"), ('{"format": "other"}', "format")],
+)
+def test_unreadable_folders(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    with pytest.raises(EvaluationError, match=message):
+        read_evaluations([tmp_path])
+
+
+def test_an_evaluation_without_drafters(tmp_path):
+    folder = synthetic.write(tmp_path, synthetic.results(drafters=()))
+    with pytest.raises(EvaluationError, match="no drafter was evaluated"):
+        read_evaluations([folder])
+
+
+def test_where_the_papers_temperature_is_the_best_one_measurement_is_both(tmp_path):
+    made = synthetic.results(drafters=(("dflash", "BV"), ("dflash", "CE")))
+    about = made.drafters[0].model_copy(update={"best_draft_temperature": {"block": 1.0, "token": 0.6}})
+    only = [a for a in made.averages if (a.drafter, a.choice) != (about.name, "best")]
+    folder = synthetic.write(
+        tmp_path, made.model_copy(update={"drafters": [about, made.drafters[1]], "averages": only})
+    )
+    _, entry = read_evaluations([folder]).entries
+    assert entry.average("block", "best") == entry.average("block", "paper")
+    assert entry.average("token", "best") is None
+    assert entry.average("greedy", "best") is None

@@ -1,0 +1,42 @@
+"""`blockdraft report` as a user types it."""
+
+import json
+import subprocess
+import sys
+
+from typer.testing import CliRunner
+
+from blockdraft.cli.app import app
+
+
+def test_table_and_place_on_stdout(evaluations, tmp_path):
+    done = CliRunner().invoke(app, ["report", str(evaluations[1]), "--out", str(tmp_path)])
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert lines[5].split() == ["Qwen_3", "CE", "4.02", "2.74×", "3.42", "2.33×"]
+    assert lines[-1] == f"{tmp_path}/report.html: 6 tables, 4 figures"
+    assert str(tmp_path / "tables" / "main.tex") in done.stderr
+    assert (tmp_path / "report.html").exists()
+    assert {file.suffix for file in (tmp_path / "tables").iterdir()} == {".md", ".tex", ".csv"}
+    assert not list(tmp_path.rglob("*.unfinished"))
+
+
+def test_json_has_the_paths(evaluations, tmp_path):
+    done = CliRunner().invoke(app, ["report", str(evaluations[1]), "--out", str(tmp_path), "--json"])
+    found = json.loads(done.stdout)
+    assert found["report"] == str(tmp_path / "report.html")
+    assert str(tmp_path / "tables" / "main.csv") in found["tables"]
+    assert str(tmp_path / "figures" / "retention-qwen-3.svg") in found["figures"]
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
+    command = [sys.executable, "-m", "blockdraft", "report", str(tmp_path), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == f"error: {tmp_path} has no results.json; `blockdraft evaluate --out` writes it\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_folder_is_a_mistake():
+    assert CliRunner().invoke(app, ["report"]).exit_code == 2

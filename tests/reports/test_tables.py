@@ -1,0 +1,170 @@
+"""Cells against numbers worked out by hand, in every form a table is written in."""
+
+import csv
+import io
+import shutil
+import subprocess
+from xml.etree import ElementTree
+
+import pytest
+
+from blockdraft.reports import Table, read_evaluations, tables
+from blockdraft.reports.table import MISSING, Column, Row, Value, best_in_columns
+
+import synthetic
+
+
+@pytest.fixture(scope="module")
+def found(evaluations):
+    return {table.name: table for table in tables(read_evaluations(evaluations))}
+
+
+def rows(table: Table) -> dict[tuple[str, ...], list[str]]:
+    return {row.labels: [f"*{v.text}*" if v.best else v.text for v in row.values] for row in table.rows}
+
+
+def test_which_tables_there_are(found):
+    assert list(found) == [
+        "main", "best-temperature", "token-verification", "annealing", "full-pocket", "full-qwen-3",
+        "lengths", "seconds",
+    ]  # fmt: skip
+
+
+def test_main(found):
+    # DFlash, CE, greedy: 3 + 0.6 + (0.5 + 0 - 0.75) / 3 = 3.5167
+    table = found["main"]
+    assert [column.heads for column in table.columns[:2]] == [
+        ("T=0 (greedy)", "DFlash", "τ"), ("T=0 (greedy)", "DFlash", "Speed-up"),
+    ]  # fmt: skip
+    assert table.columns[-1].heads == ("T=1 (block verification)", "DSpark", "Speed-up")
+    cells = rows(table)
+    assert [cells["pocket", "CE"][i] for i in (0, 2, 4, 6)] == ["3.52", "4.02", "2.92", "3.42"]
+    assert [cells["pocket", "BV"][i] for i in (0, 2, 4, 6)] == ["*4.27*", "*4.77*", "*3.67*", "*4.17*"]
+    assert cells["pocket", "BV w/o annealing"][2:4] == ["–", "–"]
+    assert cells["Qwen_3", "KL"][4] == "3.54"
+    assert cells["Qwen_3", "BV"][4] == "*4.17*"
+    # sums: 350 tokens in 0.2 + 1.5 s; functions: 600 in 3.2; talk: 675 in 4.7; each over 90 tokens/s
+    speedup = (350 / 1.7 + 600 / 3.2 + 675 / 4.7) / 90 / 3
+    assert cells["pocket", "CE"][5] == f"{speedup:.2f}×" == "1.99×"
+
+
+def test_best_temperature_token_verification_annealing(found):
+    assert rows(found["best-temperature"])["pocket", "CE"][:2] == ["0.7", "3.17"]
+    assert rows(found["token-verification"]) == {
+        ("pocket", "DFlash"): ["2.82", "–", "3.32", "*3.57*"],
+        ("pocket", "DSpark"): ["3.32", "–", "–", "*4.07*"],
+        ("Qwen_3", "DFlash"): ["3.32", "3.44", "–", "*4.07*"],
+    }
+    assert rows(found["annealing"]) == {
+        ("Baseline (CE)",): ["3.52", "2.92", "4.02", "3.42"],
+        ("BV w/o annealing",): ["4.02", "3.42", "–", "–"],
+        ("BV with annealing",): ["*4.27*", "*3.67*", "*4.77*", "*4.17*"],
+    }
+
+
+def test_annealing_needs_a_drafter_without(tmp_path):
+    for number, drafters in enumerate([(("dflash", "CE"), ("dflash", "BV")), (("dflash", "BV w/o annealing"),)]):
+        folder = synthetic.write(tmp_path / str(number), synthetic.results(drafters=drafters))
+        assert "annealing" not in {table.name for table in tables(read_evaluations([folder]))}
+
+
+def test_full(found):
+    table = found["full-pocket"]
+    assert table.columns[1].heads == ("Math", "Sums", "τ")
+    assert table.columns[-1].heads == ("", "Avg.", "τ")
+    cells = rows(table)["T=1 (block verification)", "DFlash", "BV"]
+    assert cells[1::2] == ["*4.25*", "*3.75*", "*3.00*", "*3.67*"]
+
+
+def test_lengths_and_seconds(found):
+    row = rows(found["lengths"])["pocket", "T=1 (block verification)", "DFlash", "CE"]
+    assert row == ["1", "1.92 [1.82, 2.02]", "11.1%", "2.95 [2.90, 3.00]", "2.92 [2.82, 3.02]"]
+    spent = rows(found["seconds"])
+    assert spent["pocket", "T=1 (block verification)", "DFlash", "CE"] == [
+        "0.60", "2.40", "6.00", "0.60", "9.60", "1,625", "169.3",
+    ]  # fmt: skip
+    assert spent["pocket", "T=1 (block verification)", "Autoregressive", ""] == [
+        "0.60", "–", "17.16", "0.30", "18.06", "1,625", "90.0",
+    ]  # fmt: skip
+
+
+def test_only_what_was_measured(tmp_path):
+    folder = synthetic.write(tmp_path, synthetic.results(drafters=(("dspark", "BV"),), rules=("greedy",)))
+    left = {table.name: table for table in tables(read_evaluations([folder]))}
+    assert list(left) == ["main", "full-pocket", "lengths", "seconds"]
+    assert rows(left["main"]) == {("pocket", "BV"): ["4.77", "3.26×"]}  # alone, so nothing is the best
+
+
+def test_csv_has_full_precision_and_no_invented_number(found):
+    lines = list(csv.DictReader(io.StringIO(found["main"].csv())))
+    first = lines[0]
+    assert (first["target"], first["loss"]) == ("pocket", "CE")
+    assert float(first["greedy_dflash_tau"]) == (4.1 + 3.6 + 2.85) / 3
+    assert float(first["greedy_dflash_tau_low"]) == pytest.approx((4.1 + 3.6 + 2.85) / 3 - 0.1, abs=1e-12)
+    assert lines[1]["target"] == "pocket"  # repeated, for programs
+    assert lines[1]["greedy_dspark_tau"] == lines[1]["greedy_dspark_tau_high"] == ""
+    assert float(next(csv.DictReader(io.StringIO(found["seconds"].csv())))["tokens"]) == 1985
+
+
+def test_markdown(found):
+    lines = found["main"].markdown().splitlines()
+    assert lines[0].startswith("**Main results.** ")
+    assert lines[2].startswith("| Target | Loss | T=0 (greedy)<br>DFlash<br>τ |")
+    assert lines[3] == "| --- | --- |" + " ---: |" * 8
+    assert lines[6].startswith("|  | BV | **4.27** | **2.91×** |")
+    assert lines[7].startswith(r"| Qwen\_3 | CE | 4.02 |")
+    assert len({line.count("|") for line in lines[2:]}) == 1
+
+
+def test_ties_as_shown_are_all_best():
+    values = [
+        Value("4.00", 4.004, ranked=True),
+        Value("4.00", 3.996, ranked=True),
+        Value("3.99", 3.99, ranked=True),
+        MISSING,
+    ]
+    marked = best_in_columns([Row((str(i),), (value,)) for i, value in enumerate(values)], 0)
+    assert [row.values[0].best for row in marked] == [True, True, False, False]
+
+
+def hostile() -> Table:
+    text = r"50% & $x_1^2$ #{a}~\b|<i>"
+    return Table("odd", text, text, (text,), (Column((text, "τ"), "k"),), (Row((text,), (Value("1.00×", 1.0),)),))
+
+
+def test_hostile_text_is_escaped():
+    latex = hostile().latex()
+    assert (
+        r"50\% \& \$x\_1\textasciicircum{}2\$ \#\{a\}\textasciitilde{}\textbackslash{}b\textbar{}\textless{}i" in latex
+    )
+    assert r"1.00$\times$" in latex
+    assert r"\|\<i\>" in hostile().markdown()
+    assert ElementTree.fromstring(hostile().html()).find(".//tbody//th").text == r"50% & $x_1^2$ #{a}~\b|<i>"
+
+
+def test_html_spans(found):
+    table = ElementTree.fromstring(found["full-pocket"].html())
+    first = table.findall("./thead/tr")
+    assert [(c.text, c.get("rowspan") or c.get("colspan")) for c in first[0]] == [
+        ("Setting", "3"), ("Drafter", "3"), ("Loss", "3"), ("Math", "2"), ("Code", "2"), ("Chat", "2"), (None, "2"),
+    ]  # fmt: skip
+    body = table.findall("./tbody/tr")
+    assert [c.get("rowspan") for c in body[0].findall("th")] == ["5", "3", None]
+    for row in body:
+        assert len(row.findall("td")) == 8
+    assert body[2].find("td/strong").text == "3.17×"
+    assert body[2].findall("td")[1].get("title") == "95% interval: 4.75 to 4.95"
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex here")
+def test_latex_compiles(found, tmp_path):
+    everything = [*found.values(), hostile()]
+    for table in everything:
+        (tmp_path / f"{table.name}.tex").write_text(table.latex())
+    inputs = "\n".join(f"\\input{{{table.name}}}" for table in everything)
+    (tmp_path / "all.tex").write_text(
+        f"\\documentclass{{article}}\\usepackage{{booktabs,graphicx}}\\begin{{document}}\n{inputs}\n\\end{{document}}\n"
+    )
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -1,0 +1,57 @@
+"""The demonstration, very small: every stage, stopped and gone on with."""
+
+import json
+
+import pytest
+
+from blockdraft import demo
+from blockdraft.demo import Demo, DemoError, Size
+
+SMALL = (
+    "optimizer.max_steps=4", "drafter.num_layers=1", "drafter.num_proposals=4", "data.heldout=4", "record.log_every=1",
+    "record.heldout_blocks=16", "record.save_every=2", "optimizer.epochs=2", "batch.num_texts=8",
+)  # fmt: skip
+TINY = Size("no", 20, 24, 2, 16, 2, SMALL)
+
+
+class StopError(Exception):
+    pass
+
+
+def test_all_stages_and_going_on(tmp_path, monkeypatch):
+    monkeypatch.setitem(demo.SIZES, "pocket", TINY)
+    seen = []
+
+    def stop(stage, *_):
+        seen.append(stage)
+        if stage == "predictions":
+            raise StopError
+
+    with pytest.raises(StopError):
+        Demo("pocket", tmp_path, stop).run()
+    assert list(dict.fromkeys(seen)) == [
+        "data: the target answers", "features of the target", "training with CE", "training with BV", "target paths",
+        "predictions",
+    ]  # fmt: skip
+    files = {name: tmp_path / "runs" / name / "checkpoint" / "model.safetensors" for name in ("ce", "bv")}
+    weights = {name: file.read_bytes() for name, file in files.items()}
+    assert weights["ce"] != weights["bv"]
+    results, report = Demo("pocket", tmp_path, lambda *_: None).run()
+    for name, before in weights.items():
+        assert files[name].read_bytes() == before
+    assert {(a.drafter, a.rule) for a in results.averages} == {
+        (drafter, rule) for drafter in ("ce", "bv") for rule in ("greedy", "token", "block")
+    }
+    assert [each.label for each in results.drafters] == ["CE", "BV"]
+    assert [len(each.points) for each in results.dynamics] == [2, 2]
+    assert "<html" in report.page.read_text()
+    assert json.loads((tmp_path / "evaluation" / "results.json").read_text())["target"] == "pocket"
+
+
+def test_a_failed_run_is_named(tmp_path, monkeypatch):
+    broken = Size("no", 20, 24, 2, 16, 0, (*SMALL, "drafter.num_layers=0"))
+    monkeypatch.setitem(demo.SIZES, "pocket", broken)
+    made = Demo("pocket", tmp_path, lambda *_: None)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(DemoError, match=r"training ce failed: .*num_layers"):
+        made._train()
