@@ -10,6 +10,10 @@ VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install
 
+SPECULATORS := .venv-speculators
+SPECULATORS_INSTALLED := $(SPECULATORS)/.installed
+SPECULATORS_PIP := $(SPECULATORS)/bin/python -m pip --disable-pip-version-check --quiet install
+
 .PHONY: help install demo lint test test-engines example bench pins clean
 
 help: ## what can be made
@@ -54,15 +58,25 @@ example: $(INSTALLED) ## six objectives on a toy whose accepted lengths are know
 	$(BIN)/python examples/toy.py
 
 # Liger's chunked losses are plain PyTorch; its other kernels would bring a gigabyte of Triton along
-bench: $(INSTALLED) ## the benchmarks, ratios measured side by side
+bench: $(INSTALLED) $(SPECULATORS_INSTALLED) ## the benchmarks, ratios measured side by side
 	$(PIP) --no-deps liger-kernel
 	$(BIN)/python benchmarks/losses.py
 	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/regenerate.py
+	$(BIN)/python benchmarks/training.py
+
+# pip then names the two packages that are left out on purpose as missing
+$(SPECULATORS_INSTALLED): benchmarks/speculators_requirements.py
+	$(PYTHON) -m venv $(SPECULATORS)
+	$(SPECULATORS_PIP) torch==2.13.0
+	$(SPECULATORS_PIP) --no-deps speculators==0.9.0
+	$(SPECULATORS)/bin/python benchmarks/speculators_requirements.py > $(SPECULATORS)/requirements.txt
+	$(SPECULATORS_PIP) --requirement $(SPECULATORS)/requirements.txt
+	@touch $@
 
 pins: $(INSTALLED) ## write constraints.txt anew from what .venv holds
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(pip|setuptools)==' \
 	  | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' | sort -f; } > constraints.new && mv constraints.new constraints.txt
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(SPECULATORS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

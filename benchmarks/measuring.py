@@ -5,6 +5,7 @@ round, so that a slow minute falls on all of them, and no time is ever asserted.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def measure(run: Callable[[], object], *, warm_up: int = 1, repeat: int = 2) -> dict[str, Any]:
     """Seconds of each repetition of ``run``, and how far the process's memory rose above its level before."""
-    before = _reset_peak_memory()
+    peak = Peak()
     for _ in range(warm_up):
         run()
     seconds = []
@@ -32,7 +33,7 @@ def measure(run: Callable[[], object], *, warm_up: int = 1, repeat: int = 2) -> 
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    return {"seconds": seconds, "extra_bytes": _peak_memory() - before}
+    return {"seconds": seconds, "extra_bytes": peak.extra_bytes()}
 
 
 def take_turns(script: str, cases: list[str], rounds: int) -> dict[str, dict[str, float]]:
@@ -75,8 +76,58 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
+class Worker:
+    """A process that was set up once and takes a step whenever it is asked; the other end of `serve`."""
+
+    def __init__(self, *command: str | Path) -> None:
+        self._process = subprocess.Popen(
+            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self._answer()
+
+    def take(self) -> dict[str, Any]:
+        """What one step measured."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args} ended with code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def serve(take: Callable[[], dict[str, Any]]) -> None:
+    """Answer every line of standard input with what a step measured, as JSON; first of all that we are ready."""
+    print("{}", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(take()), flush=True)
+
+
+class Peak:
+    """How far the process's memory rose above its level now."""
+
+    def __init__(self) -> None:
+        self._before = _reset_peak_memory()
+
+    def extra_bytes(self) -> int:
+        return _peak_memory() - self._before
+
+
 def _reset_peak_memory() -> int:
-    """Forget the process's peak where the system allows it (Linux); returns the level to count from, in bytes."""
+    """Forget the process's peak where the system allows it (Linux); returns the level to count from, in bytes.
+
+    What was freed is given back to the system first: memory that the C library keeps would count as in use.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _peak_memory()

@@ -68,6 +68,39 @@ def test_grouped_attention_gives_the_numbers_of_the_reference(size, kind, packed
         torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-7)
 
 
+@pytest.mark.parametrize("calls", [1, 2, 3, 50])
+def test_grouped_attention_of_many_blocks_at_chance_places(calls):
+    """Texts of several lengths in two rows, some blocks without any context, groups in so many calls."""
+    generator = torch.Generator().manual_seed(calls)
+    starts = torch.tensor([[0, 7, 11, 30], [0, 20, 21, 33]])
+    row, text = (torch.randint(n, (41,), generator=generator) for n in (2, 4))
+    ends = torch.cat([starts[:, 1:], torch.full((2, 1), 40)], 1)
+    start, end = starts[row, text], ends[row, text]
+    position = start + (torch.rand(41, generator=generator) * (end - start)).long()
+    anchors = Anchors(row, position, start)
+    assert (position == start).any()
+    shapes = [(41, 6, 3, 8), (41, 2, 3, 8), (41, 2, 3, 8), (2, 2, 40, 8), (2, 2, 40, 8)]
+    inputs = [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
+    weight = torch.randn(shapes[0], dtype=torch.float64, generator=generator)
+    results = []
+    for attend in (ReferenceAttention(anchors), GroupedAttention(anchors, 3, 40, 4, calls)):
+        out = attend(*inputs)
+        results.append([out, *torch.autograd.grad(out, inputs, weight)])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-9, rtol=1e-7)
+
+
+def test_grouped_attention_without_blocks_or_without_context():
+    empty = torch.zeros(0, dtype=torch.long)
+    nothing = [torch.zeros(0, h, 3, 8) for h in (6, 2, 2)]
+    context = [torch.randn(1, 2, 5, 8) for _ in range(2)]
+    assert GroupedAttention(Anchors.of(empty, empty), 3, 5)(*nothing, *context).shape == (0, 6, 3, 8)
+    alone = Anchors.of(torch.tensor([0]), torch.tensor([0]))
+    block = [torch.randn(1, h, 3, 8) for h in (6, 2, 2)]
+    expected, got = (way(*block, *context) for way in (ReferenceAttention(alone), GroupedAttention(alone, 3, 5)))
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

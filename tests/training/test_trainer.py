@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_pat
     with pytest.raises(StoppedError):
         begun.run(ask)
     cases = {
-        "ddp": options,
+        "ddp": [*options, "record.decode_prompts=1"],
         "accumulated": [*options, "batch.accumulation=2"],
         "fsdp": [*options, "runtime.parallel=fsdp"],
         "target": [*options, "runtime.parallel=fsdp", "runtime.shard_target=true"],
@@ -164,6 +165,29 @@ def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_pat
         close(found, weights(whole), rtol=2e-3, atol=2e-4)
         ours, theirs = lines(tmp_path / name)[-1], lines(tmp_path / "whole")[-1]
         assert ours["heldout_length_block"] == pytest.approx(theirs["heldout_length_block"], rel=1e-3)
+
+
+def test_decoding_meanwhile_is_logged_and_changes_no_weight(tmp_path, data):
+    without = train(data, tmp_path / "without")
+    options = ["record.decode_prompts=2", "record.tensorboard=true"]
+    decoding = train(data, tmp_path / "with", *options)
+    close(weights(decoding), weights(without), rtol=0, atol=0)
+    train(data, tmp_path / "again", *options)
+    first, second = ([x for x in lines(tmp_path / run) if "decoded_text" in x] for run in ("with", "again"))
+    assert [x["step"] for x in first] == [0, 5, 10]
+    kept = ("decoded_length_block", "decoded_text")
+    assert [[x[key] for key in kept] for x in first] == [[x[key] for key in kept] for x in second]
+    assert all(1 <= x["decoded_length_block"] <= 5 for x in first)
+    assert all(x["decoded_text"].strip() for x in first)
+    assert len(list((tmp_path / "with" / "tensorboard").iterdir())) == 1
+
+
+def test_decoding_needs_held_out_prompts_and_whole_models(tmp_path, data):
+    with pytest.raises(RecipeError, match=r"record\.decode_prompts is 7, of 6 held-out texts"):
+        recipe(data, "record.decode_prompts=7")
+    for sharded in ("runtime.parallel=fsdp", "runtime.shard_target=true"):
+        with pytest.raises(RecipeError, match=r"needs whole models in one process"):
+            train(data, tmp_path, "record.decode_prompts=1", sharded, processes=SimpleNamespace(distributed=True))
 
 
 STAND_INS = {"qwen3-4b": "qwen3", "qwen3-8b": "qwen3", "smollm2": "llama", "pocket": "qwen3"}

@@ -45,10 +45,12 @@ def train(
         with TrainingBar(run.name, trainer.num_steps, trainer.step, shown=processes.first) as bar:
             measured = trainer.run(bar.show)
     except StoppedError as stopped:
-        print(stopped, file=sys.stderr)
+        if processes.first:
+            print(stopped, file=sys.stderr)
         raise typer.Exit(143) from None
     except TrainingError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if processes.first:
+            print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     finally:
         processes.close()
@@ -65,3 +67,6 @@ def train(
             print(f"  {length:.2f} of {trainer.config.num_proposals} accepted, {rule} verification")
         accuracy = measured["heldout_token_accuracy"]
         print(f"  {accuracy:.3f} token accuracy, on {trainer.recipe.data.heldout} held-out texts")
+    if trainer.decoded is not None:
+        length = measured["decoded_length_block"]
+        print(f"  {length:.2f} tokens per verification call, decoding {len(trainer.decoded.prompts)} of their prompts")

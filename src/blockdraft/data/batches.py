@@ -150,18 +150,9 @@ def share_out(chosen: Sequence[Chosen], num_parts: int, paths: Paths) -> list[li
 
 
 def pack(lengths: Sequence[int]) -> list[Span]:
-    """Places for texts in as few rows as first-fit finds, each as long as the longest text."""
-    longest = max(lengths)
-    filled: list[int] = []
-    spans: list[Span | None] = [None] * len(lengths)
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        row = next((r for r, used in enumerate(filled) if used + length <= longest), len(filled))
-        if row == len(filled):
-            filled.append(0)
-        spans[index] = Span(row, filled[row], filled[row] + length)
-        filled[row] += length
-    return [span for span in spans if span is not None]
+    """Places for texts, end to end in one row: nothing is padded."""
+    ends = np.cumsum(lengths).tolist()
+    return [Span(0, end - length, end) for length, end in zip(lengths, ends, strict=True)]
 
 
 def collate(chosen: Sequence[Chosen], paths: Paths, num_proposals: int) -> Batch:

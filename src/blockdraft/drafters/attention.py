@@ -64,50 +64,89 @@ class ReferenceAttention(BlockAttention):
 
 
 class GroupedAttention(BlockAttention):
-    """Plain SDPA over groups of blocks that share a row.
+    """Plain SDPA over groups of blocks of one text.
 
-    A group of G blocks attends to one copy of its row's context and to its own
-    G * S slots under one mask; the waste is the G - 1 foreign blocks of the mask,
-    the gain one copy of the context for G blocks.
+    A group of up to G blocks, neighbours in their text, attends to one copy of the context that its last
+    block sees and to its own G * S slots under one mask: the waste are foreign slots and context that only
+    later blocks see, the gain is one copy of the context for G blocks. Groups of about equally much context
+    share a call, so that little of it is padding.
     """
 
-    def __init__(self, anchors: Anchors, num_slots: int, context_length: int, group_size: int = 8) -> None:
-        device = anchors.row.device
-        order = torch.argsort(anchors.row, stable=True)
-        rows = anchors.row[order]
-        counts = torch.bincount(rows) if len(rows) else rows
-        first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        rank = torch.arange(len(rows), device=device) - first  # of a block among those of its row
-        groups_per_row = (counts + group_size - 1) // group_size
-        first_group = torch.repeat_interleave(groups_per_row.cumsum(0) - groups_per_row, counts)
-        group, place = first_group + rank // group_size, rank % group_size
-        num_groups = int(groups_per_row.sum()) if len(rows) else 0
-        self.cell = torch.empty_like(order)
-        self.cell[order] = group * group_size + place  # where block a sits
-        self.num_cells, self.group_size, self.num_slots = num_groups * group_size, group_size, num_slots
-        self.group_row = torch.zeros(num_groups, dtype=torch.long, device=device).scatter_(0, group, rows)
-
-        t = torch.arange(context_length, device=device)
-        sees = (t >= anchors.start[:, None]) & (t < anchors.position[:, None])  # [A, T]
-        context = torch.zeros(self.num_cells, context_length, dtype=torch.bool, device=device)
-        context[self.cell] = sees
-        context = context.view(num_groups, group_size, 1, context_length).expand(-1, -1, num_slots, -1)
-        block = torch.arange(group_size * num_slots, device=device) // num_slots
-        own = (block[:, None] == block[None, :]).expand(num_groups, -1, -1)
-        self.mask = torch.cat([context.flatten(1, 2), own], -1).unsqueeze(1)  # [groups, 1, G*S, T + G*S]
+    def __init__(
+        self, anchors: Anchors, num_slots: int, context_length: int, group_size: int = 4, num_calls: int = 4
+    ) -> None:
+        blocks, filled = _grouped(anchors, context_length, group_size)
+        seen = anchors.position - anchors.start
+        by_width = torch.argsort(seen[blocks].amax(1), stable=True)
+        parts = [part for part in by_width.tensor_split(num_calls) if len(part)]
+        self.calls = [_Call.of(anchors, blocks[part], num_slots, context_length) for part in parts]
+        self.num_slots = num_slots
+        places = filled[by_width].flatten().nonzero().squeeze(1)
+        self.place = torch.empty_like(anchors.row)
+        self.place[blocks[by_width].flatten()[places]] = places  # where block a comes out
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor) -> Tensor:
-        keys = torch.cat([context_k[self.group_row], self._gather(k)], 2)
-        values = torch.cat([context_v[self.group_row], self._gather(v)], 2)
-        out: Tensor = scaled_dot_product_attention(self._gather(q), keys, values, attn_mask=self.mask, enable_gqa=True)
-        groups, heads, _, width = out.shape
-        cells = out.view(groups, heads, self.group_size, self.num_slots, width).transpose(1, 2).flatten(0, 1)
-        return cells[self.cell]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [A, S, heads, d], as they lie in memory
+        context_k, context_v = (x.transpose(1, 2).flatten(0, 1) for x in (context_k, context_v))  # [N * T, kv_heads, d]
+        outputs = [call(q, k, v, context_k, context_v).unflatten(1, (-1, self.num_slots)) for call in self.calls]
+        if not outputs:
+            return q.transpose(1, 2)
+        cells = torch.cat([out.flatten(0, 1) for out in outputs])
+        return cells.index_select(0, self.place).transpose(1, 2)
 
-    def _gather(self, x: Tensor) -> Tensor:
-        """``[A, h, S, d]`` -> ``[groups, h, G * S, d]``, zeros in empty places."""
-        cells = x.new_zeros(self.num_cells, *x.shape[1:]).index_copy(0, self.cell, x)
-        return cells.view(-1, self.group_size, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
+
+@dataclass(frozen=True)
+class _Call:
+    """n groups of G blocks that attend at once, to W context positions at most.
+
+    blocks: ``[n * G]`` which ones; an empty place repeats the first of its group.
+    context: ``[n * W]`` positions, rows of the context end to end.
+    mask: ``[n, 1, G * S, W + G * S]``.
+    """
+
+    blocks: Tensor
+    context: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, anchors: Anchors, blocks: Tensor, num_slots: int, context_length: int) -> "_Call":
+        """For these blocks ``[n, G]``."""
+        num_groups, group_size = blocks.shape
+        seen = (anchors.position - anchors.start)[blocks]  # [n, G]
+        t = torch.arange(max(1, int(seen.max())), device=blocks.device)
+        begins = (anchors.row * context_length + anchors.start)[blocks[:, :1]]
+        context = begins + torch.minimum(t, seen.amax(1, keepdim=True))  # an anchor's own position is in the context
+        visible = (t < seen.unsqueeze(-1)).repeat_interleave(num_slots, 1)
+        owner = torch.arange(group_size, device=blocks.device).repeat_interleave(num_slots)
+        own = (owner[:, None] == owner).expand(num_groups, -1, -1)
+        return cls(blocks.flatten(), context.flatten(), torch.cat([visible, own], -1).unsqueeze(1))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor) -> Tensor:
+        """``[A, S, heads, d]`` and a context ``[N * T, kv_heads, d]`` -> ``[n, G * S, heads, d]``."""
+        num_groups = len(self.mask)
+
+        def of_groups(x: Tensor, index: Tensor) -> Tensor:
+            return x.index_select(0, index).reshape(num_groups, -1, *x.shape[-2:])
+
+        keys = torch.cat([of_groups(context_k, self.context), of_groups(k, self.blocks)], 1)
+        values = torch.cat([of_groups(context_v, self.context), of_groups(v, self.blocks)], 1)
+        query, keys, values = (x.transpose(1, 2) for x in (of_groups(q, self.blocks), keys, values))
+        out: Tensor = scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def _grouped(anchors: Anchors, context_length: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """Blocks ``[groups, G]``, those of a text together and in order, and which places hold one."""
+    text = anchors.row * context_length + anchors.start
+    order = torch.argsort(text * context_length + anchors.position, stable=True)
+    counts = torch.unique_consecutive(text[order], return_counts=True)[1]
+    rank = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    groups = (counts + group_size - 1) // group_size  # of each text
+    group = (groups.cumsum(0) - groups).repeat_interleave(counts) + rank // group_size
+    blocks = order.new_full((int(groups.sum()), group_size), -1)
+    blocks[group, rank % group_size] = order
+    filled = blocks >= 0
+    return torch.where(filled, blocks, blocks[:, :1]), filled
 
 
 class FlexAttention(BlockAttention):

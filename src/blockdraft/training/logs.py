@@ -36,8 +36,9 @@ class Logs:
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float) and key != "step"}
+        texts = {key: value for key, value in values.items() if isinstance(value, str)}
         for writer in self._writers:
-            writer.write(numbers, values["step"])
+            writer.write(numbers, texts, values["step"])
 
     def close(self) -> None:
         self._file.close()
@@ -51,22 +52,24 @@ class _TensorBoard:
 
         self._writer = SummaryWriter(str(folder))
 
-    def write(self, numbers: dict[str, float], step: int) -> None:
+    def write(self, numbers: dict[str, float], texts: dict[str, str], step: int) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
+        for name, text in texts.items():
+            self._writer.add_text(name, text, step)
 
     def close(self) -> None:
         self._writer.close()
 
 
 class _Tracker:
-    """wandb and trackio share their interface."""
+    """wandb and trackio share their interface; they are sent numbers only."""
 
     def __init__(self, name: str, run: Path, recipe: Recipe) -> None:
         self._module = __import__(name)
         self._module.init(project="blockdraft", name=run.name, config=recipe.model_dump(mode="json"))
 
-    def write(self, numbers: dict[str, float], step: int) -> None:
+    def write(self, numbers: dict[str, float], _texts: dict[str, str], step: int) -> None:
         self._module.log(numbers, step=step)
 
     def close(self) -> None:

@@ -119,6 +119,7 @@ class RecordPart(Part):
     save_every: int = Field(500, ge=1)
     evaluate_every: int | None = Field(None, ge=1)
     heldout_blocks: int = Field(2048, ge=1)
+    decode_prompts: int = Field(0, ge=0)
     keep_epochs: bool = False
     tensorboard: bool = True
     wandb: bool = False
@@ -147,6 +148,11 @@ class Recipe(Part):
             raise ValueError(f"objective.options: {error}") from error
         if self.data.features == "cached" and self.data.cache is None:
             raise ValueError("data.features is cached; say where with data.cache")
+        if self.record.decode_prompts > self.data.heldout:
+            raise ValueError(
+                f"record.decode_prompts is {self.record.decode_prompts}, of {self.data.heldout} held-out texts; "
+                "hold out more with data.heldout"
+            )
         return self
 
     def make_objective(self) -> Objective:

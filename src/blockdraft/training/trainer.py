@@ -33,6 +33,7 @@ from blockdraft.processes import Processes, shard
 from blockdraft.targets import Target, fingerprint
 from blockdraft.training.allocator import keep_freed_memory
 from blockdraft.training.checkpoints import Checkpoints, truncate_metrics
+from blockdraft.training.decoded import Decoded
 from blockdraft.training.feed import Feed
 from blockdraft.training.heldout import HeldOut, summary
 from blockdraft.training.initial import new_drafter
@@ -75,6 +76,14 @@ class Trainer:
             torch.set_num_threads(recipe.runtime.threads)
         self.recipe, self.target, self.run_folder = recipe, target, Path(run)
         self.processes = processes or Processes(recipe.runtime.device)
+        self.lockstep = self.processes.distributed and (
+            recipe.runtime.parallel == "fsdp" or recipe.runtime.shard_target
+        )
+        if self.lockstep and recipe.record.decode_prompts:
+            raise RecipeError(
+                "record.decode_prompts needs whole models in one process, and these are sharded; set it to 0, "
+                "or train with runtime.parallel=ddp and runtime.shard_target=false"
+            )
         if recipe.data.path is None:
             raise RecipeError("the recipe has no data; set data.path to a folder that data regenerate wrote")
         self.paths = open_paths(recipe.data.path, target)
@@ -97,11 +106,14 @@ class Trainer:
         )  # fmt: skip
         self.features = self._features(training)
         self.heldout: HeldOut | None = None
+        self.decoded: Decoded | None = None
         if len(heldout):
             online = OnlineFeatures(target, self.config.target_layers)
             blocks = recipe.record.heldout_blocks
             temperature = recipe.make_objective().temperature
             self.heldout = HeldOut(heldout, blocks, self.config.num_proposals, recipe.seed, online, temperature)
+            if recipe.record.decode_prompts and self.processes.first:
+                self.decoded = Decoded(heldout, recipe.record.decode_prompts, target, temperature, recipe.seed)
         self.objective = recipe.make_objective()
         self.annealing = Annealing(self.num_steps, **recipe.annealing.model_dump())
         self.schedule = Schedule(recipe.optimizer.rate, recipe.optimizer.warmup, self.num_steps)
@@ -114,9 +126,6 @@ class Trainer:
             for layer in target.model.model.layers:
                 shard(layer, [])
         self.module = self.processes.wrap(self.step_module, recipe.runtime.parallel, layers)
-        self.lockstep = self.processes.distributed and (
-            recipe.runtime.parallel == "fsdp" or recipe.runtime.shard_target
-        )
         self.optimizer = torch.optim.AdamW(
             drafter.parameters(), lr=recipe.optimizer.rate, betas=recipe.optimizer.betas,
             weight_decay=recipe.optimizer.weight_decay,
@@ -213,11 +222,12 @@ class Trainer:
         }  # fmt: skip
 
     def evaluate(self) -> dict[str, Any]:
-        """Expected accepted lengths on held-out paths."""
+        """Expected accepted lengths on held-out paths; in the first process, what decoding retains, if asked for."""
         if self.heldout is None:
             return {}
         stats = self.heldout.measure(self.step_module, self.processes, lockstep=self.lockstep)
-        return {f"heldout_{name}": value for name, value in summary(stats).items()}
+        measured: dict[str, Any] = {f"heldout_{name}": value for name, value in summary(stats).items()}
+        return measured if self.decoded is None else measured | self.decoded.measure(self.drafter)
 
     def save(self, length: float | None = None) -> None:
         """Write a checkpoint; the best one is kept as well.
