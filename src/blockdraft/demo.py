@@ -52,7 +52,7 @@ class Size:
 
 
 SIZES = {
-    "pocket": Size("ten", 1600, 256, 16, 128, 48, threads=1),
+    "pocket": Size("ten", 1400, 256, 10, 128, 24, threads=1),
     "smollm2": Size("a hundred and fifty", 400, 128, 8, 64, 24),
 }
 

@@ -58,7 +58,7 @@ def evaluate(
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Of each task; else as many as the paper's.")] = None,
     temperature: Annotated[float, typer.Option(help="Of the target, for token and block verification.")] = 1.0,
     draft_temperatures: Annotated[
-        list[float] | None, typer.Option(help="Where the best draft temperature is sought; else 0.5 to 1.2.")
+        list[float] | None, typer.Option(help="Where the best draft temperature is sought; else 0.3 to 1.2.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Of one answer.")] = 256,
     num_traces: Annotated[int, typer.Option(min=0, help="Prompts of each task for the block explorer.")] = 2,

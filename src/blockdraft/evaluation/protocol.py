@@ -7,7 +7,7 @@ from blockdraft.evaluation.conversation import Way
 from blockdraft.evaluation.results import EvaluationError
 from blockdraft.verification import RULES, Rule
 
-GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 Law = Literal["sampled", "greedy"]
 
 
