@@ -10,6 +10,7 @@ from rich.console import Console
 
 from blockdraft import __version__
 from blockdraft.cli.data import data
+from blockdraft.cli.export import export, export_target
 from blockdraft.cli.recipes import estimate, recipes
 from blockdraft.cli.train import train
 from blockdraft.verification import RULES, Rule
@@ -19,6 +20,8 @@ app.add_typer(data, name="data")
 app.add_typer(recipes, name="recipes")
 app.command()(estimate)
 app.command()(train)
+app.command()(export)
+app.command("export-target")(export_target)
 
 
 @app.callback(invoke_without_command=True)
