@@ -33,7 +33,7 @@ def write_card(
         _opening(config),
         _table(_drafter_rows(config, around)),
         "## Target",
-        _table([("name", target.name), ("fingerprint", fingerprint(target)), ("licence", licence_of(target))]),
+        _table([("name", _public(target.name)), ("fingerprint", fingerprint(target)), ("licence", licence_of(target))]),
         "## Training",
         _training(facts),
         "## Measured",
@@ -105,8 +105,24 @@ def _training(facts: RunFacts) -> str:
         ("made with", ", ".join(f"{name} {version}" for name, version in facts.about["versions"].items())),
         ("revision", facts.about["git"]),
     ]
-    text = yaml.safe_dump({**recipe, "data": {**recipe["data"], "path": None}}, sort_keys=False)
-    return f"{_table(rows)}\n\nThe recipe (`data.path` left out):\n\n```yaml\n{text}```"
+    text = yaml.safe_dump(_without_paths(recipe), sort_keys=False)
+    return f"{_table(rows)}\n\nThe recipe (of paths, the last part only):\n\n```yaml\n{text}```"
+
+
+def _public(name: str) -> str:
+    """A name, or the last part of a path."""
+    return Path(name).name if Path(name).is_absolute() else name
+
+
+def _without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
+    """What a stranger may read: names of folders instead of where they lie."""
+    places = {("data", "path"), ("data", "cache"), ("drafter", "initial"), ("target", "name")}
+    return {
+        section: {key: _public(value) if (section, key) in places and value else value for key, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for section, values in recipe.items()
+    }
 
 
 def _data(facts: RunFacts) -> str | None:
@@ -116,7 +132,7 @@ def _data(facts: RunFacts) -> str | None:
     law = f"temperature {identity['temperature']}, top-k {identity['top_k']}, top-p {identity['top_p']}"
     return (
         f"{counts['rows']:,} texts with {counts['response_tokens']:,} response tokens, "
-        f"sampled from {facts.data['about'].get('target', 'the target')} at {law}"
+        f"sampled from {_public(facts.data['about'].get('target', 'the target'))} at {law}"
     )
 
 
