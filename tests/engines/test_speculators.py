@@ -78,8 +78,7 @@ def test_its_forward_gives_our_logits(pocket, tmp_path, kind, changes):
         logits = logits[:, 1:]
     largest = float((logits - expected).abs().max())
     agreement = float((logits.argmax(-1) == expected.argmax(-1)).float().mean())
-    print(
-        f"\n{kind} {changes}: {logits.shape[0]} blocks of {logits.shape[1]}, largest difference {largest:.1e} of logits"
-    )
-    print(f"spread over {float(expected.std()):.2f}; argmax equal in {agreement:.1%}; loaded {report}")
-    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
+    print(f"\n{kind} {changes}: {logits.shape[0]} blocks of {logits.shape[1]}, here and in speculators:")
+    spread = float(expected.std())
+    print(f"  largest difference {largest:.1e}, logits spread over {spread:.2f}, argmax equal {agreement:.0%}")
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
