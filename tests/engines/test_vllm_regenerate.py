@@ -1,7 +1,6 @@
 """The server engine against vLLM on a CPU, serving smollm2: `make test-engines`."""
 
 import time
-from pathlib import Path
 
 import pytest
 
@@ -10,20 +9,9 @@ from blockdraft.decoding import generate
 from blockdraft.targets import Sampling, load_target
 
 from serving import free_port, law_z, served
+from vllm_cpu import PYTHON, QUESTIONS
 
-PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 CONCURRENCY = 64
-
-QUESTIONS = (
-    "Say hi.",
-    "Name three colours.",
-    "What is the capital of France?",
-    "Write one line about rain.",
-    "How many legs has a spider?",
-    "Give me a word that rhymes with light.",
-    "What does a baker do?",
-    "Tell me a very short story.",
-)
 
 
 @pytest.fixture(scope="module")

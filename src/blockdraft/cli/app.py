@@ -12,6 +12,7 @@ from blockdraft import __version__
 from blockdraft.cli.data import data
 from blockdraft.cli.demo import demo
 from blockdraft.cli.evaluate import Spread, evaluate
+from blockdraft.cli.export import export, export_target
 from blockdraft.cli.recipes import estimate, recipes
 from blockdraft.cli.report import report
 from blockdraft.cli.train import train
@@ -25,6 +26,8 @@ app.command()(train)
 app.command(cls=Spread)(evaluate)
 app.command()(report)
 app.command()(demo)
+app.command()(export)
+app.command("export-target")(export_target)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,15 +1,20 @@
-"""Where a drafter's weights come from: chance, or the target's own last layers."""
+"""Where a drafter's weights come from: chance, the target's own last layers, or another drafter."""
+
+import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
 
-from blockdraft.drafters import Drafter, DrafterConfig, build_drafter
+from blockdraft.drafters import CheckpointError, Drafter, DrafterConfig, build_drafter, load_drafter
 from blockdraft.targets import Target
 from blockdraft.training.recipe import Recipe, RecipeError
 
 
 def new_drafter(recipe: Recipe, target: Target) -> Drafter:
-    """A drafter for the target, in float32, its weights a function of the recipe's seed."""
+    """A drafter for the target, in float32, its weights a function of the recipe's seed or of the folder it names."""
+    if recipe.drafter.initial not in ("scratch", "target"):
+        return continue_from(recipe, target)
     config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.changes())
     torch.manual_seed(recipe.seed)
     drafter = build_drafter(config).float()
@@ -17,6 +22,36 @@ def new_drafter(recipe: Recipe, target: Target) -> Drafter:
     if recipe.drafter.initial == "target":
         copy_last_layers(drafter, target)
     return drafter
+
+
+def continue_from(recipe: Recipe, target: Target) -> Drafter:
+    """The drafter of a folder, ours or anyone's, with as many proposals as the recipe says: no tensor depends on it.
+
+    A confidence head is left behind, since training does not keep it true.
+    """
+    part = recipe.drafter
+    try:
+        there = load_drafter(part.initial, target)
+    except CheckpointError as error:
+        raise RecipeError(f"drafter.initial: {error}") from error
+    config = there.config
+    stated: dict[str, Any] = {
+        "kind": config.kind,
+        "num_layers": config.num_layers,
+        "num_features": len(config.target_layers),
+    }
+    if config.kind == "dspark":
+        stated |= {"markov_head": config.markov_head, "markov_rank": config.markov_rank}
+    asked = {name: getattr(part, name) for name in stated}
+    wrong = [name for name, value in asked.items() if value is not None and value != stated[name]]
+    if wrong:
+        has = ", ".join(f"{name} {stated[name]}, not {asked[name]}" for name in wrong)
+        fix = " ".join(f"drafter.{name}={stated[name]}" for name in wrong)
+        raise RecipeError(f"the drafter in {part.initial} has {has}; set {fix}")
+    drafter = build_drafter(dataclasses.replace(config, num_proposals=part.num_proposals, confidence_head=False))
+    tensors = {name: tensor for name, tensor in there.state_dict().items() if not name.startswith("confidence_head.")}
+    drafter.load_state_dict(tensors)
+    return drafter.float()
 
 
 @torch.no_grad()

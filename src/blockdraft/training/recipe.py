@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from blockdraft.losses import Objective, objective
 
@@ -33,7 +33,10 @@ class TargetPart(Part):
 
 
 class DrafterPart(Part):
-    """The model that is trained. Its width and heads are the target's."""
+    """The model that is trained. Its width and heads are the target's.
+
+    initial: ``scratch``, ``target`` (the target's own last layers), or the folder of a drafter to train further.
+    """
 
     kind: Kind = "dflash"
     num_layers: int = Field(5, ge=1)
@@ -41,7 +44,14 @@ class DrafterPart(Part):
     num_features: int | None = Field(None, ge=1)
     markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
     markov_rank: int = Field(256, ge=1)
-    initial: Literal["scratch", "target"] = "scratch"
+    initial: str = "scratch"
+
+    @field_validator("initial")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ("scratch", "target") and "/" not in value:
+            raise ValueError("must be scratch, target or a drafter's folder (./name if it is here)")
+        return value
 
     def changes(self) -> dict[str, Any]:
         """As `DrafterConfig.for_target` takes them."""

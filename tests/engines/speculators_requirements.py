@@ -1,12 +1,12 @@
-"""What an installed speculators needs for training, as a requirements file.
+"""What an installed speculators needs for loading and running drafters on a CPU, as a requirements file.
 
-Its packages for sound and images are not needed, and would bring other builds of torch along.
+Its torchvision and torchaudio may bring other builds of torch along; neither is needed.
 """
 
 import re
 from importlib.metadata import requires
 
-LEFT_OUT = {"torch", "torchaudio", "torchvision"}
+LEFT_OUT = {"hs-connectors", "torch", "torchaudio", "torchvision"}
 
 print("torch==2.13.0")
 for requirement in requires("speculators") or []:

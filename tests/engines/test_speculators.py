@@ -1,0 +1,84 @@
+"""Exported drafters in the package speculators: no tensor missing or unexpected, our logits from its own forward."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdraft.drafters import Anchors, DrafterConfig, SlotLayout, build_drafter, load_drafter
+from blockdraft.export import export_drafter, export_target
+from blockdraft.targets import load_target
+from blockdraft.training.initial import initialise
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-speculators" / "bin" / "python"
+COPIES = {"embed_tokens.weight", "lm_head.weight"}
+VERIFIERS = COPIES | {"verifier_lm_head.weight", "verifier_norm.weight"}
+FORWARD = Path(__file__).with_name("speculators_forward.py")
+
+
+@pytest.fixture(scope="module")
+def pocket(tmp_path_factory):
+    target = load_target("pocket")
+    return target, export_target(target, tmp_path_factory.mktemp("target") / "pocket")
+
+
+def new_drafter(kind, target, **changes):
+    torch.manual_seed(0)
+    options = {"num_layers": 3, "num_proposals": 6, "num_features": 3} | changes
+    if kind == "dspark":
+        options["markov_rank"] = 16
+    drafter = build_drafter(DrafterConfig.for_target(kind, target, **options))
+    initialise(drafter, std=0.1)
+    if kind == "dspark":
+        torch.nn.init.normal_(drafter.markov_head.markov_w2.weight, std=0.3)
+    return drafter.eval()
+
+
+@torch.no_grad()
+def inputs(drafter, target, text):
+    """What speculators' forward takes, and our logits ``[A, B, V]`` of the same blocks."""
+    config = drafter.config
+    tokens = torch.tensor([target.render([{"role": "user", "content": text}])])
+    seen = {}
+    hook = target.model.model.norm.register_forward_pre_hook(lambda _module, args: seen.update(hidden=args[0]))
+    features = target.forward(tokens, layers=config.target_layers).features
+    hook.remove()
+    position = torch.arange(1, tokens.shape[1] - config.num_slots, 2)
+    given = {"tokens": tokens, "features": features, "hidden": seen["hidden"], "positions": position}
+    path = tokens[0, position[:, None] + torch.arange(config.num_proposals)]
+    hidden = drafter(features, path[:, 0], Anchors.of(torch.zeros_like(position), position), target)
+    logits = target.logits(hidden)
+    markov = drafter.markov(hidden, path)
+    return given, logits if markov is None else logits + markov[0] @ markov[1].T
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("dflash", {}), ("dspark", {}), ("dspark", {"confidence_head": True}), ("dspark", {"slot_layout": "fill_in"})],
+    ids=["dflash", "dspark", "dspark with confidence", "dspark fill-in"],
+)
+def test_its_forward_gives_our_logits(pocket, tmp_path, kind, changes):
+    target, verifier = pocket
+    drafter = new_drafter(kind, target, **changes)
+    export_drafter(drafter, target, tmp_path / "out", "speculators", verifier=str(verifier))
+    given, expected = inputs(load_drafter(tmp_path / "out", target), target, "What is a river, and what is a lake?")
+    save_file({name: tensor.contiguous() for name, tensor in given.items()}, tmp_path / "inputs")
+    command = [PYTHON, FORWARD, tmp_path / "out", tmp_path / "inputs", tmp_path / "outputs"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert all(report[fault] == [] for fault in ("missing", "unexpected", "mismatched", "nan")), report
+    assert set(report["not_stored"]) == VERIFIERS - (COPIES if kind == "dspark" else set())
+    logits = load_file(tmp_path / "outputs")["logits"]
+    if drafter.config.slot_layout is SlotLayout.FILL_IN:
+        logits = logits[:, 1:]
+    largest = float((logits - expected).abs().max())
+    agreement = float((logits.argmax(-1) == expected.argmax(-1)).float().mean())
+    print(f"\n{kind} {changes}: {logits.shape[0]} blocks of {logits.shape[1]}, here and in speculators:")
+    spread = float(expected.std())
+    print(f"  largest difference {largest:.1e}, logits spread over {spread:.2f}, argmax equal {agreement:.0%}")
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

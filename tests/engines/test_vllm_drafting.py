@@ -1,0 +1,51 @@
+"""An exported DFlash drafter in vLLM on a CPU, serving smollm2: the target's greedy text, and our acceptance length.
+
+A trained drafter may be given: BLOCKDRAFT_DRAFTER=runs/smollm2-dflash-bv/best make test-engines. Otherwise it is a
+drafter of one layer that knows six of the eight answers by heart.
+"""
+
+import os
+
+import pytest
+
+from blockdraft.decoding import generate
+from blockdraft.drafters import load_drafter
+from blockdraft.export import export_drafter, export_target
+from blockdraft.export.commands import vllm_config
+from blockdraft.targets import load_target
+
+from overfitting import overfit_drafter
+from vllm_cpu import QUESTIONS, run_vllm
+
+NUM_TOKENS = 48
+
+
+def test_text_is_the_targets_and_the_acceptance_length_is_ours(tmp_path):
+    target = load_target("smollm2")
+    prompts = [target.render([{"role": "user", "content": question}]) for question in QUESTIONS]
+    given = os.environ.get("BLOCKDRAFT_DRAFTER")
+    if given:
+        drafter = load_drafter(given, target)
+    else:
+        shape = {"num_layers": 1, "num_proposals": 4, "num_features": 2}
+        drafter = overfit_drafter(target, prompts[:6], num_tokens=NUM_TOKENS, num_steps=500, **shape)
+    export_target(target, tmp_path / "target")
+    export_drafter(drafter, target, tmp_path / "drafter", "flat")
+    settings = vllm_config(drafter.config, str(tmp_path / "drafter"))
+    plain, fast = (
+        run_vllm(tmp_path, tmp_path / "target", each, prompts, temperature=0.0, max_tokens=NUM_TOKENS)
+        for each in (None, settings)
+    )
+    assert isinstance(plain, dict), plain[-3000:]
+    assert isinstance(fast, dict), fast[-3000:]
+    ours = [generate(target, drafter, ids, rule="greedy", max_new_tokens=NUM_TOKENS) for ids in prompts]
+    num_rounds = sum(len(out.rounds) for out in ours)
+    here = 1 + sum(r.accepted for out in ours for r in out.rounds) / num_rounds
+    there = 1 + fast["accepted_tokens"] / fast["drafts"]
+    num_tokens = sum(map(len, fast["tokens"]))
+    print(f"\n{len(prompts)} greedy texts, {num_tokens} tokens: {given or 'a drafter overfitted for this test'}")
+    print(f"  the same in vLLM with and without it, and here: {fast['tokens'] == plain['tokens']}")
+    print(f"  mean acceptance length {there:.3f} in vLLM ({fast['drafts']} rounds), {here:.3f} here ({num_rounds})")
+    assert fast["tokens"] == plain["tokens"] == [out.tokens for out in ours]
+    assert given or here > 1.3
+    assert there == pytest.approx(here, rel=0.05)

@@ -1,0 +1,105 @@
+"""The card states what the run's folder tells, and says so where it tells nothing."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from blockdraft.drafters import load_drafter, save_drafter
+from blockdraft.export import export_drafter
+from blockdraft.export.card import front_matter, licence_of
+from blockdraft.export.run import RunFacts, run_facts
+from blockdraft.targets import fingerprint, load_target
+
+from runs import make_data, target, train
+from tiny import tiny_drafter, tiny_target
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(make_data(folder / "data"), folder / "run", "optimizer.epochs=1", "drafter.kind=dspark")
+    return folder
+
+
+def card(checkpoint, out, flavour="flat", model=None, **options):
+    model = model or target()
+    drafter = load_drafter(checkpoint, model)
+    export_drafter(drafter, model, out, flavour, facts=run_facts(checkpoint), **options)
+    return (out / "README.md").read_text()
+
+
+def test_a_trained_drafters_card_says_what_was_done(run, tmp_path):
+    text = card(run / "run" / "best", tmp_path / "out")
+    facts = run_facts(run / "run" / "best")
+    about = json.loads((run / "run" / "run.json").read_text())
+    assert facts.target == "tiny qwen3"
+    assert f"| objective | {about['recipe']['objective']['name']} |" in text
+    assert f"| steps | {facts.step} of {about['num_steps']} |" in text
+    assert f"| fingerprint | {fingerprint(target())} |" in text
+    assert f"| revision | {about['git']} |" in text
+    assert "36 texts with" in text
+    assert "at temperature 1.0, top-k 0, top-p 1.0" in text
+    for rule in ("greedy", "token", "block"):
+        assert f"| {rule} verification | {facts.measured[f'heldout_length_{rule}']:.3f} |" in text
+    recipe = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert recipe["optimizer"] == about["recipe"]["optimizer"]
+    assert str(run) not in text  # no path of this machine is published
+
+
+def test_measured_lengths_are_of_this_very_step(run, tmp_path):
+    lines = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
+    facts = run_facts(run / "run" / "checkpoint")
+    (own,) = [line for line in lines if line["step"] == facts.step and "heldout_length_block" in line]
+    assert facts.measured["heldout_length_block"] == own["heldout_length_block"]
+    bare = tmp_path / "steps" / "00000007"
+    save_drafter(load_drafter(run / "run" / "checkpoint", target()), bare)
+    (tmp_path / "run.json").write_text((run / "run" / "run.json").read_text())
+    assert run_facts(bare).measured is None
+    assert "Accepted lengths: not recorded." in card(bare, tmp_path / "out")
+
+
+def test_a_drafter_without_a_run_says_so(tmp_path):
+    model = target()
+    save_drafter(tiny_drafter("dflash", model), tmp_path / "bare")
+    text = card(tmp_path / "bare", tmp_path / "out")
+    assert run_facts(tmp_path / "bare") == RunFacts()
+    assert "Objective, data and recipe: not recorded." in text
+    assert "| licence | not recorded |" in text
+    assert "The drafter's own: not recorded" in text
+
+
+def test_how_to_serve_it(tmp_path):
+    model = target()
+    for kind, changes, flavour in (
+        ("dflash", {}, "flat"), ("dspark", {}, "speculators"), ("dspark", {"markov_head": "rnn"}, "flat"),
+    ):  # fmt: skip
+        save_drafter(tiny_drafter(kind, model, **changes), tmp_path / "ours")
+        text = card(tmp_path / "ours", tmp_path / "out", flavour, verifier="hub/target", force=True)
+        assert front_matter(tmp_path / "out" / "README.md")["base_model"] == "hub/target"
+        if changes:
+            assert "vLLM does not serve this folder: it has the vanilla Markov head only" in text
+        else:
+            settings = json.loads(text.split("--speculative-config \\\n    '")[1].split("'")[0])
+            assert settings == {
+                "method": kind, "model": "PATH_OF_THIS_FOLDER", "num_speculative_tokens": 4,
+                "rejection_sample_method": "block", "draft_sample_method": "probabilistic",
+            }  # fmt: skip
+        if flavour == "speculators":
+            assert "SGLang does not serve this folder" in text
+        else:
+            width = "--speculative-num-draft-tokens 5" if kind == "dflash" else "--speculative-dspark-block-size 4"
+            assert width in text
+
+
+def test_licences_are_read_and_never_invented(tmp_path):
+    assert licence_of(load_target("pocket")) == "apache-2.0"
+    model = tiny_target(dtype=torch.float32)
+    model.save(tmp_path)
+    again = load_target(tmp_path)
+    assert licence_of(again) is None
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    assert licence_of(again) == "mit"
+    (tmp_path / "README.md").write_text("# A model, under the MIT licence or not\n")
+    assert licence_of(again) is None
