@@ -53,8 +53,14 @@ class Size:
 
 SIZES = {
     "pocket": Size("ten", 1400, 256, 10, 128, 24, threads=1),
-    "smollm2": Size("a hundred and fifty", 400, 128, 8, 64, 24),
-}
+    "smollm2": Size(
+        "a hundred", 400, 128, 8, 64, 16,
+        changes=(
+            "drafter.initial=target", "data.heldout=40", "batch.num_texts=8", "batch.num_anchors=128",
+            "optimizer.epochs=10", "record.heldout_blocks=256", "record.log_every=1",
+        ),
+    ),
+}  # fmt: skip
 
 
 class DemoError(RuntimeError):
