@@ -18,7 +18,7 @@ from runs import make_data
 
 SETTINGS = [
     "data.path=d", "data.heldout=4", "batch.num_texts=4", "batch.num_anchors=24", "optimizer.epochs=6",
-    "record.heldout_blocks=16", "record.log_every=1", "record.tensorboard=false",
+    "optimizer.rate=3.0e-4", "record.heldout_blocks=16", "record.log_every=1", "record.tensorboard=false",
 ]  # fmt: skip
 TRAIN = ["--standalone", "--nproc-per-node", "2", "-m", "blockdraft", "train", "pocket-dflash-bv", *SETTINGS]
 
