@@ -168,8 +168,8 @@ def _serving(config: DrafterConfig, flavour: Format, verifier: str) -> str:
             parts.append(f"{engine}:\n\n```sh\n{command(config, verifier, 'PATH_OF_THIS_FOLDER')}\n```")
     parts.append(
         "Block verification gains over token verification only if drafts are sampled (`probabilistic`); vLLM's default "
-        "is greedy drafts; SGLang verifies token by token. Servers apply the target's `generation_config.json` to requests "
-        "that do not state every sampling field: send temperature, top_p and top_k."
+        "is greedy drafts; SGLang verifies token by token. Servers apply the target's `generation_config.json` to "
+        "requests that do not state every sampling field: send temperature, top_p and top_k."
     )
     return "\n\n".join(parts)
 
