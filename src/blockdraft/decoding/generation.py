@@ -200,12 +200,9 @@ class _State:
         if self.drafter is None or self.draft_cache is None:
             empty = torch.zeros(1, 0, dtype=torch.long, device=self.target.device)
             return Proposal(empty, torch.zeros(1, 0, self.target.vocab_size, device=self.target.device))
-        proposal = self.drafter.propose(
+        return self.drafter.propose(
             self.draft_cache, self.anchor, self.target, self.draft_temperature, self.streams.draft
-        )
-        tokens = proposal.tokens[0].tolist()
-        length = next((i + 1 for i, token in enumerate(tokens) if token in self.target.eos_ids), len(tokens))
-        return Proposal(proposal.tokens[:, :length], proposal.probs[:, :length])
+        ).until(self.target.eos_ids)
 
     def _verify(self, target_probs: Tensor, proposal: Proposal) -> tuple[int, int]:
         verdict = verify(

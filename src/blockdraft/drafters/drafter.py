@@ -1,7 +1,7 @@
 """Drafters: the shared backbone, and two final classes on top of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,12 @@ class Proposal:
 
     tokens: Tensor
     probs: Tensor
+
+    def until(self, ends: Collection[int]) -> "Proposal":
+        """The block cut after the first end token in it: what follows one is never read."""
+        tokens = self.tokens[0].tolist()
+        length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+        return Proposal(self.tokens[:, :length], self.probs[:, :length])
 
 
 class Drafter(nn.Module, ABC):
@@ -83,6 +89,12 @@ class Drafter(nn.Module, ABC):
         """DSpark's ``(prev_embedding [A, B, r], w2 [V, r])`` for the fused objective; None for DFlash."""
         del hidden, previous
         return None
+
+    def logits(self, hidden: Tensor, previous: Tensor, target: Target) -> Tensor:
+        """``[A, B, V]`` of hidden states ``[A, B, H]``, along known tokens ``[A, B]`` before each position."""
+        logits = target.logits(hidden.to(target.dtype))
+        markov = self.markov(hidden, previous)
+        return logits if markov is None else logits + (markov[0] @ markov[1].T).to(logits.dtype)
 
     # Drafting: one block, with a cache
 

@@ -58,25 +58,17 @@ def measure(target: Target, drafter: Drafter, paths: Paths, chosen: list[Chosen]
         assert output.features is not None
         features = output.features.to(drafter.fc.weight.dtype)
         hidden = drafter(features, batch.path[:, 0], batch.anchors, target)
-        logits = target.logits(hidden.to(target.dtype))
-        markov = drafter.markov(hidden, batch.previous)
-        if markov is not None:
-            logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
+        logits = drafter.logits(hidden, batch.previous, target)
         correct += int(((logits.argmax(-1) == batch.labels) & batch.valid).sum())
         positions += int(batch.valid.sum())
         for anchor in sorted(each.anchors.tolist(), reverse=True):  # each one forgets what the later ones wrote
             drafts = drafter.new_cache(anchor)
             drafter.extend(drafts, output.features[:, :anchor])
-            proposal = drafter.propose(drafts, int(batch.tokens[0, anchor]), target, 1.0, draft)
+            proposal = drafter.propose(drafts, int(batch.tokens[0, anchor]), target, 1.0, draft).until(target.eos_ids)
             cache.rollback(anchor)
             tokens = torch.cat([batch.tokens[:, anchor : anchor + 1], proposal.tokens], 1)
             probs = sampling.probs(target.logits(target.forward(tokens, cache).hidden))
-            drafted = proposal.tokens[0].tolist()
-            length = next((i + 1 for i, token in enumerate(drafted) if token in target.eos_ids), len(drafted))
-            verdict = verify(
-                "block", probs[:, : length + 1], proposal.probs[:, :length], proposal.tokens[:, :length], None, coins,
-                recovery,
-            )  # fmt: skip
+            verdict = verify("block", probs, proposal.probs, proposal.tokens, None, coins, recovery)
             accepted += int(verdict.num_accepted)
             blocks += 1
     return correct / max(1, positions), accepted / max(1, blocks)

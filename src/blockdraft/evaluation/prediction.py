@@ -152,10 +152,7 @@ class Predictor:
         parts: list[_Scores] = []
         for at in range(0, len(batch.anchors), per_pass):
             piece = slice(at, at + per_pass)
-            logits = self.target.logits(hidden[piece].to(self.target.dtype))
-            markov = self.drafter.markov(hidden[piece], batch.previous[piece])
-            if markov is not None:
-                logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
+            logits = self.drafter.logits(hidden[piece], batch.previous[piece], self.target)
             labels = batch.labels[piece]
             log_p = _log_law(self.target.logits(target_hidden[piece]), labels, self.temperature)
             log_q = [_log_law(logits, labels, temperature) for temperature in draft_temperatures]

@@ -142,6 +142,4 @@ def probe_logits(drafter: Drafter, target: Target) -> Tensor:
     hidden = drafter(
         features.to(drafter.fc.weight.dtype), path[:, 0], Anchors.of(torch.zeros_like(position), position), target
     )
-    logits = target.logits(hidden.to(target.dtype)).float()
-    markov = drafter.markov(hidden, path)
-    return logits if markov is None else logits + (markov[0] @ markov[1].T).float()
+    return drafter.logits(hidden, path, target).float()
