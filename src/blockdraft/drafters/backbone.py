@@ -6,11 +6,11 @@ is computed once for all layers and does not pass through their input norm.
 Tensor names are those of the published checkpoints.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from blockdraft.drafters.config import DrafterConfig
 
@@ -119,29 +119,42 @@ class Layer(nn.Module):
 class ContextCache:
     """Keys and values of the context, layer by layer, in storage allocated once.
 
-    A block's own keys and values are written right behind the context and
-    overwritten by whatever comes next: they are never part of the cache.
+    The context is the same for all layers, so one product gives the keys and values of all of them. A block's own are
+    written right behind the context and overwritten by whatever comes next: they are never part of the cache.
     """
 
-    def __init__(self, config: DrafterConfig, capacity: int, like: Tensor) -> None:
-        room = capacity + config.num_slots
-        shape = (config.num_layers, 2, 1, config.num_kv_heads, room, config.head_dim)
-        self.storage = torch.empty(shape, dtype=like.dtype, device=like.device)
+    def __init__(self, config: DrafterConfig, capacity: int, layers: Sequence[Layer]) -> None:
+        attentions = [layer.self_attn for layer in layers]
+        self.projections = torch.cat([p.weight for a in attentions for p in (a.k_proj, a.v_proj)])
+        self.norms = torch.stack([a.k_norm.weight for a in attentions])[:, None, None, None]
+        self.eps = config.rms_norm_eps
+        shape = (config.num_layers, 2, 1, config.num_kv_heads, capacity + config.num_slots, config.head_dim)
+        self.storage = self.projections.new_empty(shape)
         self.capacity = capacity
         self.length = 0
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put keys and values ``[1, kv_heads, T, d]`` behind the context; `length` stays as it is."""
-        end = self.length + k.shape[2]
-        self.storage[layer, 0, :, :, self.length : end] = k
-        self.storage[layer, 1, :, :, self.length : end] = v
+    def extend(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> None:
+        """Append context ``[1, T, H]``."""
+        layers, two, _one, heads, _room, width = self.storage.shape
+        projected = linear(context, self.projections).unflatten(-1, (layers, two, heads, width))
+        k, v = projected.permute(3, 2, 0, 4, 1, 5)  # [layers, 1, heads, T, d]
+        end = self.length + context.shape[1]
+        self.storage[:, 0, :, :, self.length : end] = rotate(rms_norm(k, (width,), eps=self.eps) * self.norms, rotary)
+        self.storage[:, 1, :, :, self.length : end] = v
+        self.length = end
 
     def attend(self, layer: int) -> Attend:
-        """Attention of one block to all of the context and to itself."""
+        """Attention of one block to all of the context and to itself.
+
+        Nothing is masked, so the query heads that share a key/value head stand in the place of query positions.
+        """
 
         def run(q: Tensor, k: Tensor, v: Tensor, _context_k: Tensor, _context_v: Tensor) -> Tensor:
-            self.write(layer, k, v)
-            keys, values = self.storage[layer, :, :, :, : self.length + k.shape[2]]
-            return scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+            end = self.length + k.shape[2]
+            keys, values = self.storage[layer, :, :, :, :end]
+            keys[:, :, self.length :] = k
+            values[:, :, self.length :] = v
+            folded = q.reshape(1, k.shape[1], -1, q.shape[3])
+            return scaled_dot_product_attention(folded, keys, values).view(q.shape)
 
         return run

@@ -98,19 +98,17 @@ class Drafter(nn.Module, ABC):
 
     # Drafting: one block, with a cache
 
+    @torch.no_grad()
     def new_cache(self, capacity: int) -> ContextCache:
         """An empty context cache for texts of up to ``capacity`` tokens."""
-        return ContextCache(self.config, capacity, self.fc.weight)
+        return ContextCache(self.config, capacity, self._layers())
 
     @torch.no_grad()
     def extend(self, cache: ContextCache, features: Tensor) -> None:
         """Append the features ``[1, T, K * H]`` of newly committed tokens."""
         context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
         positions = cache.length + torch.arange(features.shape[1], device=features.device)
-        rotary = self.rotary(positions[None], context.dtype)
-        for i, layer in enumerate(self._layers()):
-            cache.write(i, *layer.context(context, rotary))
-        cache.length += features.shape[1]
+        cache.extend(context, self.rotary(positions[None], context.dtype))
 
     @torch.no_grad()
     def propose(
