@@ -21,6 +21,16 @@ def replacing(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
+def whole_lines(path: Path, *, mend: bool = False) -> list[bytes]:
+    """The lines of a file that is appended to; one that a crash cut short is left out, and cut off if asked for."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if mend and whole != content:
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return whole.splitlines()
+
+
 def sync(path: Path) -> None:
     """Wait until a file or folder is on disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from blockdraft.data import Prompt, PromptError, read_prompts, write_prompts
-from blockdraft.data.files import read_rows
+from blockdraft.data.files import parse_rows
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 ROWS = [Prompt("a", ("Grüße\u2028 you", "and?")), Prompt("b", ("Hi",), system="Be kind.", source="x")]
@@ -82,8 +82,8 @@ def test_lines_arrays_archives_and_a_byte_order_mark(tmp_path):
         "d.jsonl.gz": gzip.compress(lines),
     }.items():
         (tmp_path / name).write_bytes(content)
-        assert [row for _, row in read_rows(tmp_path / name)] == values
-    assert [where for where, _ in read_rows(tmp_path / "b.jsonl")] == ["line 2", "line 3"]
+        assert [row for _, row in parse_rows(tmp_path / name)] == values
+    assert [where for where, _ in parse_rows(tmp_path / "b.jsonl")] == ["line 2", "line 3"]
 
 
 def test_other_content_is_replaced_only_by_force(tmp_path):

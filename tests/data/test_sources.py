@@ -15,7 +15,7 @@ import pytest
 from blockdraft.data import Prompt, PromptError
 from blockdraft.data.prompts import Dropped
 from blockdraft.data.selection import select
-from blockdraft.data.sources import PRESETS, pocket_prompts, read_source
+from blockdraft.data.sources import PRESETS, load_dataset, pocket_prompts, read_source
 from blockdraft.pocket.corpus import split_of
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -74,7 +74,8 @@ def test_an_empty_folder(tmp_path):
 def test_a_name_is_asked_of_the_hub(name, split, asked, monkeypatch):
     calls = []
 
-    def load_dataset(name, split):
+    def load_dataset(name, config, split):
+        assert config is None
         calls.append((name, split))
         return datasets.Dataset.from_list(ROWS)
 
@@ -86,12 +87,20 @@ def test_a_name_is_asked_of_the_hub(name, split, asked, monkeypatch):
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch):
-    def load_dataset(name, split):  # noqa: ARG001
+    def load_dataset(name, config, split):  # noqa: ARG001
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(PromptError, match=r"^someone/chats, split train: cannot be loaded as a data set: no route$"):
         list(read_source("someone/chats"))
+
+
+def test_files_of_a_data_set_that_is_a_script(tmp_path):
+    (tmp_path / "lists.py").write_text("raise RuntimeError('a script')\n")
+    for number, row in enumerate(ROWS):
+        (tmp_path / f"part{number}.jsonl").write_text(json.dumps(row) + "\n")
+    table = load_dataset(str(tmp_path), "test", files=[f"part{number}.jsonl" for number in range(len(ROWS))])
+    assert [row["conversations"][0]["from"] for row in table] == ["human", "tool"]
 
 
 def test_without_the_package(monkeypatch):

@@ -1,7 +1,7 @@
 """An exported DFlash drafter in vLLM on a CPU, serving smollm2: the target's greedy text, and our acceptance length.
 
-A trained drafter may be given: BLOCKDRAFT_DRAFTER=runs/smollm2-dflash-bv/best make test-engines. Otherwise it is a
-drafter of one layer that knows six of the eight answers by heart.
+A trained drafter may be given: BLOCKDRAFT_DRAFTER=demo/smollm2/runs/bv/best make test-engines; then the prompts are
+held-out ones of pocket's three tasks. Otherwise it is a drafter of one layer that knows six of eight answers by heart.
 """
 
 import os
@@ -10,6 +10,7 @@ import pytest
 
 from blockdraft.decoding import generate
 from blockdraft.drafters import load_drafter
+from blockdraft.evaluation import load_tasks
 from blockdraft.export import export_drafter, export_target
 from blockdraft.export.commands import vllm_config
 from blockdraft.targets import load_target
@@ -22,8 +23,10 @@ NUM_TOKENS = 48
 
 def test_text_is_the_targets_and_the_acceptance_length_is_ours(tmp_path):
     target = load_target("smollm2")
-    prompts = [target.render([{"role": "user", "content": question}]) for question in QUESTIONS]
     given = os.environ.get("BLOCKDRAFT_DRAFTER")
+    heldout = [prompt.turns[0] for task in load_tasks(["pocket"], num_prompts=8) for prompt in task.prompts]
+    questions = heldout if given else QUESTIONS
+    prompts = [target.render([{"role": "user", "content": question}]) for question in questions]
     if given:
         drafter = load_drafter(given, target)
     else:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 
 from blockdraft.data import Prompt, write_prompts
@@ -58,6 +59,30 @@ def test_the_hub_is_not_there(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(EvaluationError, match=r"aime25\.jsonl"):
         load_tasks(["aime25"])
+
+
+def test_what_is_asked_of_the_hub(monkeypatch):
+    asked = {}
+    columns = {"question": "Q", "problem": "P", "prompt": "C", "question_content": "S", "starter_code": ""}
+
+    def load_dataset(name, config=None, *, split, data_files=()):
+        asked[data_files[0].split("/test")[0] if data_files else name] = (config, split, len(data_files))
+        return datasets.Dataset.from_list([columns | {"prompt": ["A", "B"] if "mt_bench" in name else "C"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    tasks = load_tasks(["benchmarks"])
+    assert asked == {
+        "openai/gsm8k": ("main", "test", 0), "HuggingFaceH4/MATH-500": (None, "test", 0),
+        "math-ai/aime25": (None, "test", 0), "openai/openai_humaneval": (None, "test", 0),
+        "google-research-datasets/mbpp": ("sanitized", "test", 0),
+        "hf://datasets/livecodebench/code_generation_lite": (None, "train", 6),
+        "HuggingFaceH4/mt_bench_prompts": (None, "train", 0),
+    }  # fmt: skip
+    turns = {task.name: task.prompts[0].turns for task in tasks}
+    assert turns["mt-bench"] == ("A", "B")
+    assert turns["mbpp"] == ("C",)
+    assert turns["math500"][0].startswith("P\nPlease reason")
+    assert "### Question:\nS" in turns["livecodebench"][0]
 
 
 @real

@@ -20,7 +20,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     path = Path(path)
     found: dict[str, Prompt] = {}
-    for where, row in read_rows(path):
+    for where, row in parse_rows(path):
         try:
             prompt = Prompt.from_dict(row)
         except ValueError as error:
@@ -59,7 +59,7 @@ def write_prompts(files: Mapping[Path, Sequence[Prompt]], *, force: bool = False
         raise PromptError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, object]]:
+def parse_rows(path: Path) -> Iterator[tuple[str, object]]:
     """The rows of a JSON-lines file or a JSON array, gzipped or not, each with its place (``line 3``).
 
     Blank lines are skipped. JSON that is broken is an error that names its line.

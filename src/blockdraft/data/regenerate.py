@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import blockdraft
+from blockdraft.atomic import whole_lines
 from blockdraft.data.dialogue import Dialogue, Row, Settings
 from blockdraft.data.engine import Engine
 from blockdraft.data.prompts import Prompt
@@ -156,12 +157,7 @@ class Journal:
     def read(self) -> Iterator[Finished]:
         if not self.path.exists():
             return
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-        for number, line in enumerate(whole.splitlines(), 1):
+        for number, line in enumerate(whole_lines(self.path, mend=True), 1):
             try:
                 values = json.loads(line)
                 yield Finished(values["index"], [Row(**row) for row in values["rows"]], values["dropped"])

@@ -1,13 +1,13 @@
 """Where prompts come from: files, Hugging Face data sets, and pocket's generator."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from blockdraft.data.files import read_rows
+from blockdraft.data.files import parse_rows
 from blockdraft.data.layouts import KEYS, LAYOUTS, to_prompt
 from blockdraft.data.prompts import Dropped, Prompt, PromptError
 
@@ -53,13 +53,13 @@ def read_source(name: str, *, split: str | None = None) -> Iterator[Prompt | Dro
 def read_file(path: Path) -> Iterator[Prompt | Dropped]:
     """The rows of a JSON-lines file or JSON array; one without an id is called after the file and its number from 0."""
     stem = path.name.removesuffix(".gz").removesuffix(".json").removesuffix(".jsonl")
-    for index, (_, row) in enumerate(read_rows(path)):
+    for index, (_, row) in enumerate(parse_rows(path)):
         yield to_prompt(row, f"{stem}-{index}")
 
 
 def read_dataset(name: str, split: str) -> Iterator[Prompt | Dropped]:
     """The rows of a data set, by its id or a local folder; one without an id is called after both and its number."""
-    table = _loaded(name, split)
+    table = load_dataset(name, split)
     columns = [column for column in table.column_names if column in KEYS]
     if not set(columns) & set(LAYOUTS):
         raise PromptError(
@@ -91,14 +91,20 @@ def pocket_prompts(seed: int, family: str | None = None) -> Iterator[Prompt]:
         yield Prompt(name, tuple(example.prompt for example in drawn), source=f"pocket/{drawn[0].family}")
 
 
-def _loaded(name: str, split: str) -> Any:
-    """A ``datasets.Dataset``."""
+def load_dataset(name: str, split: str, config: str | None = None, files: Sequence[str] = ()) -> Any:
+    """A ``datasets.Dataset``, by its id on the hub or a local folder.
+
+    Where it is defined by a script, which ``datasets`` no longer runs, ``files`` names the JSON lines in it.
+    """
     try:
         datasets = importlib.import_module("datasets")
     except ModuleNotFoundError as error:
         raise PromptError(f"{name}: reading a data set needs a package: pip install 'blockdraft[datasets]'") from error
+    root = name if Path(name).is_dir() else f"hf://datasets/{name}"
     try:
-        return datasets.load_dataset(name, split=split)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        if files:
+            return datasets.load_dataset("json", data_files=[f"{root}/{file}" for file in files], split="train")
+        return datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # the hub raises whatever its many layers raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PromptError(f"{name}, split {split}: cannot be loaded as a data set: {reason}") from error

@@ -23,7 +23,7 @@ import torch
 import transformers
 
 import blockdraft
-from blockdraft.atomic import locked, replacing
+from blockdraft.atomic import locked, replacing, whole_lines
 from blockdraft.data import LocalEngine, Prompt, Settings, regenerate
 from blockdraft.data.paths import read_rows
 from blockdraft.evaluation.about import Candidate
@@ -242,12 +242,7 @@ class Evaluation:
     def _lines(self) -> Iterator[dict[str, Any]]:
         """The records of all processes; a line that was cut short is dropped from its file by its owner."""
         for file in sorted((self.out / "records").glob("*.jsonl")):
-            content = file.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            if whole != content and file.stem == str(self.processes.rank):
-                with file.open("r+b") as stream:
-                    stream.truncate(len(whole))
-            yield from map(json.loads, whole.splitlines())
+            yield from map(json.loads, whole_lines(file, mend=file.stem == str(self.processes.rank)))
 
     # Diagnostics
 

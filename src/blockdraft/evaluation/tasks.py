@@ -5,14 +5,14 @@ wrappers already in the text) or from the Hugging Face hub, where the wrappers a
 """
 
 import difflib
-import importlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from blockdraft.data import Prompt, read_prompts
+from blockdraft.data import Prompt, PromptError, read_prompts
+from blockdraft.data.sources import load_dataset
 from blockdraft.evaluation.results import EvaluationError, TaskAbout
 from blockdraft.pocket.corpus import FAMILIES, Family, heldout
 
@@ -59,7 +59,10 @@ def contest(statement: str, starter: str) -> str:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Where a benchmark is on the hub, how a row becomes user messages, how many prompts the paper takes."""
+    """Where a benchmark is on the hub, how a row becomes user messages, how many prompts the paper takes.
+
+    files: JSON lines to read where the data set is a script: LiveCodeBench, whose release v6 is six of them.
+    """
 
     title: str
     group: str
@@ -68,6 +71,7 @@ class Benchmark:
     config: str | None
     split: str
     turns: Callable[[dict[str, Any]], list[str]]
+    files: tuple[str, ...] = ()
 
 
 BENCHMARKS = {
@@ -83,8 +87,9 @@ BENCHMARKS = {
         "MBPP", "code", 257, "google-research-datasets/mbpp", "sanitized", "test", lambda r: [r["prompt"]]
     ),
     "livecodebench": Benchmark(
-        "LCB", "code", 256, "livecodebench/code_generation_lite", "release_v6", "test",
+        "LCB", "code", 256, "livecodebench/code_generation_lite", None, "test",
         lambda r: [contest(r["question_content"], r["starter_code"])],
+        files=("test.jsonl", *(f"test{number}.jsonl" for number in range(2, 7))),
     ),
     "mt-bench": Benchmark(
         "MT-Bench", "chat", 80, "HuggingFaceH4/mt_bench_prompts", None, "train", lambda r: r["prompt"]
@@ -163,18 +168,9 @@ def _load(name: str, folder: str | Path | None, num_prompts: int | None, seed: i
 
 def _from_hub(name: str, benchmark: Benchmark) -> list[Prompt]:
     try:
-        datasets = importlib.import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise EvaluationError(
-            f"{name}: reading a data set needs a package: pip install 'blockdraft[datasets]'"
-        ) from error
-    try:
-        table = datasets.load_dataset(benchmark.dataset, benchmark.config, split=benchmark.split)
+        table = load_dataset(benchmark.dataset, benchmark.split, benchmark.config, benchmark.files)
         return [Prompt(f"{name}-{index}", tuple(benchmark.turns(row))) for index, row in enumerate(table)]
     except KeyError as error:
         raise EvaluationError(f"{benchmark.dataset} has no column {error}") from error
-    except Exception as error:  # the hub raises whatever its many layers raise
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise EvaluationError(
-            f"{name}: {benchmark.dataset} cannot be loaded ({line}); a folder with {name}.jsonl does as well: --prompts"
-        ) from error
+    except PromptError as error:
+        raise EvaluationError(f"{name}: {error}; a folder with {name}.jsonl does as well: --prompts") from error

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blockdraft.atomic import whole_lines
 from blockdraft.data.store import MANIFEST
 
 
@@ -45,11 +46,7 @@ def run_facts(checkpoint: str | Path) -> RunFacts:
 def _measured(file: Path, step: int) -> dict[str, float] | None:
     if not file.is_file():
         return None
-    for line in file.read_text().splitlines():
-        try:
-            metrics = json.loads(line)
-        except json.JSONDecodeError:  # cut short by a crash
-            continue
+    for metrics in map(json.loads, whole_lines(file)):
         if metrics.get("step") == step and "heldout_length_block" in metrics:
             return {name: value for name, value in metrics.items() if name.startswith("heldout_")}
     return None
