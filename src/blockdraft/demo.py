@@ -1,6 +1,6 @@
 """From nothing to a report: data, two drafters, evaluation, all in one folder.
 
-Every stage is an ordinary step of the product, goes on where it stopped, and is skipped once it is done.
+Every stage is an ordinary step of the product, and goes on where it stopped.
 """
 
 import json
@@ -157,6 +157,8 @@ class Demo:
             if child.returncode not in (0, 143):  # 143: told to stop because the other one failed
                 last = logs[name].read_text(errors="replace").strip().splitlines()[-1:]
                 raise DemoError(f"training {name} failed: {' '.join(last)} (all of it: {logs[name]})")
+        if any(child.returncode for child in children.values()):
+            raise DemoError("training was told to stop; the same command goes on")
 
     def _show_training(self) -> None:
         """Steps of each run, as far as its metrics tell."""

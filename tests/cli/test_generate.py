@@ -43,6 +43,14 @@ def test_text_and_a_closing_line(folders, monkeypatch, capsys):
     assert "\x1b" not in out  # plain when stdout is no terminal
 
 
+def test_what_a_last_block_adds_beyond_the_budget_is_not_shown(folders, monkeypatch, capsys):
+    arguments = ["--target", folders / "target", "--drafter", folders / "drafter", "--seed", 3, "w7 w8"]
+    for budget in range(1, 12):
+        code, out, _ = run(monkeypatch, capsys, *arguments, "--max-new-tokens", budget)
+        assert code == 0
+        assert len(out.strip().rsplit("\n", 1)[0].split()) <= budget
+
+
 def test_compare_shows_both_rules(folders, monkeypatch, capsys):
     arguments = ["--target", folders / "target", "--drafter", folders / "drafter", "--max-new-tokens", 12, "w7"]
     code, out, _ = run(monkeypatch, capsys, *arguments, "--compare")

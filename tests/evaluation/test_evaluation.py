@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from blockdraft.data import Prompt
+from blockdraft.data.paths import read_rows
 from blockdraft.decoding import generate
 from blockdraft.drafters import DrafterConfig, build_drafter, save_drafter
 from blockdraft.evaluation import Candidate, Evaluation, EvaluationError, Protocol, Task, read_results, read_traces
 from blockdraft.evaluation.about import load_candidates
 from blockdraft.evaluation.conversation import Way, converse, seed_of
 from blockdraft.evaluation.dynamics import fixed_blocks, training_dynamics
+from blockdraft.evaluation.tracing import _texts
+from blockdraft.targets import load_target
 
 import runs
 from tiny import EOS, tiny_drafter, tiny_target
@@ -215,6 +218,12 @@ def test_traces_tell_the_verdict(tmp_path):
     for prompt in traces.prompts:
         assert {trace.rule for trace in prompt.traces} == {"token", "block"}
         for trace in prompt.traces:
+            tokens, text = [], trace.first_text
+            for each in trace.rounds:
+                text += "".join(token.text for token in each.drafted[: each.accepted]) + (each.next_text or "")
+                tokens += [token.id for token in each.drafted[: each.accepted]]
+                tokens += [] if each.next_id is None else [each.next_id]
+            assert text.endswith(target.decode(tokens, skip_special_tokens=False))
             for each in trace.rounds:
                 successes = [token.coin < token.threshold for token in each.drafted]
                 if trace.rule == "block":
@@ -230,17 +239,67 @@ def test_traces_tell_the_verdict(tmp_path):
                 assert each.token_accepted == ([*kept, False]).index(False)
                 for token in each.drafted:
                     assert token.token_threshold == pytest.approx(min(1.0, token.p / token.q), rel=1e-4)
-                    assert token.text == target.decode([token.id], skip_special_tokens=False)
                 assert (each.next_id is None) == (each.accepted > 0 and each.drafted[each.accepted - 1].id == EOS)
                 seen += 1
     assert seen > 10
 
 
+def test_pieces_of_a_character_wait_for_its_last_one():
+    target = load_target("smollm2")
+    tokens = target.encode("a 🦙 b")
+    assert any("\N{REPLACEMENT CHARACTER}" in target.decode([token]) for token in tokens)
+    texts = _texts(target, [], tokens)
+    assert "".join(texts) == "a 🦙 b"
+    assert "" in texts
+    for cut in range(len(tokens)):
+        assert "".join(_texts(target, [], tokens[:cut]) + _texts(target, tokens[:cut], tokens[cut:])) == "a 🦙 b"
+
+
 def test_a_conversation_that_outgrows_the_target_ends_early():
-    target = tiny_target(dtype=torch.float32, max_position_embeddings=64, eos=None)
+    target = tiny_target(dtype=torch.float32, eos=None)
     long = Prompt("p", ("w5 w6", "w7 " * 20, "w8"))
-    answers = converse(target, None, long, Way(None, "greedy", 0.0), temperature=1.0, max_new_tokens=24, seed=0)
+    way = Way(None, "greedy", 0.0)
+    answers = converse(target, None, long, way, temperature=1.0, max_new_tokens=24, max_length=64, seed=0)
     assert len(answers) == 1
+
+
+def test_every_turn_that_is_decoded_is_predicted(tmp_path):
+    """Also the one after an answer that the budget cut, and none that has no room."""
+    target = tiny_target(dtype=torch.float32, eos=None, max_position_embeddings=100)
+    target.eos_ids = frozenset()  # the tokenizer has one anyway
+    long = [Prompt(f"p{i}", (f"w{i + 5} w6", "w7 w8", "w9 " * 20)) for i in range(3)]
+    given = [Task("long", "Long", "chat", "here", long)]
+    evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path, FEW, given)
+    records = [json.loads(line) for line in (tmp_path / "records" / "0.jsonl").read_text().splitlines()]
+    assert {len(line["turns"]) for line in records} == {2}
+    for law in ("sampled", "greedy"):
+        rows = read_rows(tmp_path / "paths" / law / "000")
+        assert sorted(row.id for row in rows) == sorted(f"long/p{i}#{turn}" for i in range(3) for turn in range(2))
+        assert {len(row.response_ids) for row in rows} == {24}
+
+
+def test_prompts_without_room_are_left_out_for_every_way(tmp_path):
+    target = tiny_target(dtype=torch.float32, max_position_embeddings=64)
+    drafters = {"a": tiny_drafter("dflash", target)}
+    given = [Task("some", "Some", "math", "here", [*prompts(2), Prompt("long", ("w7 " * 50,))])]
+    results = evaluate(target, drafters, tmp_path / "some", FEW, given)
+    assert (results.tasks[0].num_prompts, results.tasks[0].num_left_out) == (2, 1)
+    assert {cell.num_generations for cell in results.cells} == {2}
+    room = Protocol(max_new_tokens=60, num_traces=0)
+    with pytest.raises(EvaluationError, match=r"some: no prompt can be answered with 60 new tokens.*too long"):
+        evaluate(target, drafters, tmp_path / "none", room, given)
+
+
+def test_what_stands_against_dynamics_is_said_and_no_more(tmp_path, capsys):
+    data = runs.make_data(tmp_path / "data")
+    trainer = runs.train(data, tmp_path / "run", "record.keep_epochs=true")
+    next(data.glob("*.parquet")).unlink()
+    candidates = load_candidates([str(tmp_path / "run")], trainer.target)
+    few = Protocol(rules=("greedy",), max_new_tokens=8, num_bootstrap=5, num_traces=0, dynamics_texts=4)
+    results = Evaluation(trainer.target, candidates, tasks(2), few, tmp_path / "out").run()
+    assert results.dynamics == []
+    assert read_results(tmp_path / "out") == results
+    assert "no training dynamics of run: " in capsys.readouterr().err
 
 
 def test_dynamics_of_a_run_that_kept_its_epochs(tmp_path):
@@ -285,6 +344,12 @@ def test_names_and_labels(tmp_path):
     assert [(each.name, each.label, each.step) for each in found] == [("mine", "mine", None), ("other", "other", None)]
     with pytest.raises(EvaluationError, match="two drafters are called 'mine'"):
         load_candidates([str(tmp_path / "mine")] * 2, target)
+    with pytest.raises(EvaluationError, match="'autoregressive' is what decoding without a drafter is called"):
+        load_candidates([f"autoregressive={tmp_path / 'mine'}"], target)
+    save_drafter(tiny_drafter("dflash", target), tmp_path / "rate=1e-3")
+    assert load_candidates([str(tmp_path / "rate=1e-3")], target)[0].name == "rate=1e-3"
+    half = tiny_target(dtype=torch.bfloat16)
+    assert load_candidates([str(tmp_path / "mine")], half)[0].drafter.fc.weight.dtype == torch.bfloat16
     run = {
         "recipe": {"objective": {"name": "bv", "options": {}}, "annealing": {"share": 0.0, "initial": 0, "final": 1}}
     }

@@ -55,6 +55,14 @@ def test_mistakes(names, message):
         load_tasks(names)
 
 
+def test_files_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_prompts({tmp_path / folder / "mine.jsonl": [Prompt(folder, ("Hi",))]})
+    with pytest.raises(EvaluationError, match="two files are called 'mine'"):
+        load_tasks([str(tmp_path / folder / "mine.jsonl") for folder in ("a", "b")])
+
+
 def test_the_hub_is_not_there(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(EvaluationError, match=r"aime25\.jsonl"):

@@ -58,6 +58,17 @@ def test_storage_that_was_never_written_does_not_matter(monkeypatch):
     torch.testing.assert_close(hidden[0], expected)
 
 
+def test_storage_grows_with_the_texts_and_not_with_the_capacity():
+    target = tiny_target()
+    slots = Slots(target, 3, 10**7)
+    slots.add([[5, 6, 7], list(range(3, 30))])
+    tokens = [3 + number % 20 for number in range(200)]
+    for token in tokens:
+        hidden = slots.step([token, token])
+    torch.testing.assert_close(hidden[0], alone(target, [5, 6, 7, *tokens]))
+    assert 227 <= slots._layers[0].keys.shape[2] <= 2 * 227
+
+
 def test_more_texts_or_tokens_than_there_is_room_for_are_refused():
     target = tiny_target()
     slots = Slots(target, 2, 4)

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -66,12 +66,12 @@ def generate(
     if compare and drafter is None:
         raise typer.BadParameter("there is nothing to compare without --drafter", param_hint="--compare")
     model = load_target(target)
-    small = None if drafter is None else load_drafter(drafter, model)
-    chosen: tuple[Rule, ...] = ("token", "block") if compare else (cast(Rule, rule),)
+    small = None if drafter is None else load_drafter(drafter, model).to(model.device, model.dtype)
+    chosen: tuple[Rule, ...] = ("token", "block") if compare else (rule,)
     console = Console(highlight=False, soft_wrap=True)
     results = {}
     for each in chosen:
-        stream = Stream(model, console, silent=as_json)
+        stream = Stream(model, console, max_new_tokens, silent=as_json)
         out = decode(
             model, small, prompt, rule=each, temperature=temperature, top_k=top_k, top_p=top_p,
             draft_temperature=draft_temperature, max_new_tokens=max_new_tokens, seed=seed, on_round=stream.show,

@@ -176,12 +176,11 @@ def inspect(
 
 def precision(name: str | None) -> "torch.dtype | None":
     """A dtype by its name."""
-    import torch
+    from blockdraft.targets import DTYPES
 
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name is not None and name not in known:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint="--dtype")
-    return None if name is None else known[name]
+    if name is not None and name not in DTYPES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
+    return None if name is None else DTYPES[name]
 
 
 def _check_paths(source: str, out: Path, heldout_out: Path) -> None:

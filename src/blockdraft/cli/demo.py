@@ -10,7 +10,7 @@ import typer
 
 
 def demo(
-    target: Annotated[str, typer.Option(help="pocket (minutes) or smollm2 (hours).")] = "pocket",
+    target: Annotated[str, typer.Option(help="pocket (ten minutes) or smollm2 (more than an hour).")] = "pocket",
     out: Annotated[Path | None, typer.Option(help="Where everything goes; demo/TARGET if not given.")] = None,
 ) -> None:
     """All of it once: data from the target, a drafter trained with CE and one with BV, both evaluated, a report.

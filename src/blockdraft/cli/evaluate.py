@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand
 
 from blockdraft.cli.data import Device, Precision, precision
+from blockdraft.cli.tables import print_whole
 
 if TYPE_CHECKING:
     from blockdraft.evaluation import Results
@@ -115,8 +116,8 @@ def show(results: "Results") -> None:
         length = each.acceptance_length
         name = each.drafter if labels[each.drafter] == each.drafter else f"{each.drafter}: {labels[each.drafter]}"
         table.add_row(
-            name, each.rule, "argmax" if each.rule == "greedy" else f"{each.draft_temperature:g}",
+            Text(name), each.rule, "argmax" if each.rule == "greedy" else f"{each.draft_temperature:g}",
             f"{length.value:.2f}", f"{length.low:.2f}-{length.high:.2f}", f"{each.predicted_length.value:.2f}",
             f"{each.whole_block_rate:.1%}", f"{each.speedup.value:.2f}x",
         )  # fmt: skip
-    Console().print(table)
+    print_whole(table)

@@ -33,9 +33,10 @@ def report(
 
 def _show(table: "Table") -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table as Grid
     from rich.text import Text
+
+    from blockdraft.cli.tables import print_whole
 
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for label in table.labels:
@@ -50,5 +51,4 @@ def _show(table: "Table") -> None:
         labels = ["" if row.labels[0] == above else row.labels[0], *row.labels[1:]]
         grid.add_row(*map(Text, labels), *(Text(v.text, style="bold" if v.best else "") for v in row.values))
         above = row.labels[0]
-    console = Console(highlight=False, width=1000)
-    Console(highlight=False, width=console.measure(grid).maximum).print(grid)
+    print_whole(grid)

@@ -13,10 +13,10 @@ STYLES = {"accepted": "green", "correction": "yellow", "bonus": "cyan", "target"
 
 
 class Stream:
-    """Prints rounds as they come, and a closing line."""
+    """Prints rounds as they come, up to the budget, and a closing line."""
 
-    def __init__(self, target: Target, console: Console, *, silent: bool = False) -> None:
-        self.target, self.console, self.silent = target, console, silent
+    def __init__(self, target: Target, console: Console, max_new_tokens: int, *, silent: bool = False) -> None:
+        self.target, self.console, self.max_new_tokens, self.silent = target, console, max_new_tokens, silent
         self.tokens: list[int] = []
         self.shown = 0
 
@@ -26,7 +26,8 @@ class Stream:
         last = "target" if not record.drafted else "bonus" if whole else "correction"
         kinds = ["accepted"] * record.accepted + ([] if record.next_token is None else [last])
         for token, kind in zip(record.tokens, kinds, strict=True):
-            self._print(token, kind)
+            if len(self.tokens) < self.max_new_tokens:
+                self._print(token, kind)
 
     def close(self, out: Generation, label: str) -> None:
         """Acceptance length and speed."""

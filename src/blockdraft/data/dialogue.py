@@ -20,20 +20,26 @@ class Settings:
     max_new_tokens: of one assistant turn.
     max_length: of prompt and response together.
     seed: of every draw.
+    whole_turns: a turn is asked only if its whole budget fits, and the next one also after a response that the budget
+        cut: as decoding is measured, where every turn counts. Otherwise a turn may have less room, and a response
+        that was cut ends the conversation: training texts should be conversations that could have been.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 2048
     max_length: int = 3072
     seed: int = 42
+    whole_turns: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.max_length < 2:
             raise ValueError("max_new_tokens must be at least 1 and max_length at least 2")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, flat."""
+        """Plain values, flat; ``whole_turns`` only where it holds."""
         values = asdict(self)
+        if not self.whole_turns:
+            del values["whole_turns"]
         sampling: dict[str, Any] = values.pop("sampling")
         return sampling | values
 
@@ -98,7 +104,7 @@ class Dialogue:
         self.rows.append(Row(f"{self.prompt.id}#{len(self.rows)}", self.prompt_ids, response_ids, reason))
         if self.done:
             return
-        if not ended:
+        if not ended and not self.settings.whole_turns:
             self.drop("cut off before its last turn")
             return
         self.messages.append({"role": "assistant", "content": self.target.decode(response_ids)})
@@ -115,5 +121,5 @@ class Dialogue:
         except TemplateError as error:
             self.drop(f"refused by the chat template: {str(error).splitlines()[0]}")
             return
-        if self.budget < 1:
+        if self.budget < (self.settings.max_new_tokens if self.settings.whole_turns else 1):
             self.drop("prompt too long")

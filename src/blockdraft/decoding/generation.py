@@ -179,6 +179,8 @@ class _State:
         held = self.cache.length
         output = self.target.forward(block, self.cache, self.layers)
         logits = self.target.logits(output.hidden)
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)  # or the verdict would be charged with the target's pass
         verified = time.perf_counter()
         accepted, next_token = self._verify(self.sampling.probs(logits), proposal)
         tokens = proposal.tokens[0].tolist()

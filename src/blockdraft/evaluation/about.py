@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.evaluation.conversation import AUTOREGRESSIVE
 from blockdraft.evaluation.results import EvaluationError
 from blockdraft.targets import Target
 
@@ -50,8 +51,12 @@ def load_candidates(drafters: list[str], target: Target) -> list[Candidate]:
     """From ``PATH`` or ``NAME=PATH``; a path is a drafter's folder, or a run's, whose best checkpoint is taken."""
     found: list[Candidate] = []
     for given in drafters:
-        name, equals, path = given.partition("=")
+        name, equals, path = ("", "", given) if Path(given).exists() else given.partition("=")
         candidate = _load(Path(path if equals else given), name if equals else None, target)
+        if candidate.name == AUTOREGRESSIVE:
+            raise EvaluationError(
+                f"{AUTOREGRESSIVE!r} is what decoding without a drafter is called; choose another name"
+            )
         if any(other.name == candidate.name for other in found):
             raise EvaluationError(f"two drafters are called {candidate.name!r}; name one: --drafter NAME=PATH")
         found.append(candidate)
@@ -61,7 +66,7 @@ def load_candidates(drafters: list[str], target: Target) -> list[Candidate]:
 def _load(path: Path, name: str | None, target: Target) -> Candidate:
     if (path / "run.json").exists():
         path = path / ("best" if (path / "best").exists() else "checkpoint")
-    drafter = load_drafter(path, target).to(target.device).eval()
+    drafter = load_drafter(path, target).to(target.device, target.dtype).eval()
     resolved = path.resolve()
     run_folder = resolved.parent.parent  # run/steps/00000500
     if not (run_folder / "run.json").exists() or resolved.parent.name != "steps":

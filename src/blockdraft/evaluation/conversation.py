@@ -12,6 +12,8 @@ from blockdraft.drafters import Drafter
 from blockdraft.targets import Message, Target
 from blockdraft.verification import Rule
 
+AUTOREGRESSIVE = "autoregressive"
+
 
 @dataclass(frozen=True)
 class Way:
@@ -28,7 +30,7 @@ class Way:
     @property
     def key(self) -> str:
         """A name for files."""
-        return f"{self.drafter or 'autoregressive'}/{self.rule}/{self.draft_temperature:g}"
+        return f"{self.drafter or AUTOREGRESSIVE}/{self.rule}/{self.draft_temperature:g}"
 
 
 def converse(
@@ -39,19 +41,18 @@ def converse(
     *,
     temperature: float,
     max_new_tokens: int,
+    max_length: int,
     seed: int,
     on_verdict: OnVerdict | None = None,
     on_turn: Callable[[Generation], None] | None = None,
 ) -> list[Generation]:
-    """Answer every turn. A conversation that outgrows what the target reads ends early."""
+    """Answer every turn; one whose budget would end beyond ``max_length`` tokens ends the conversation before it."""
     messages: list[Message] = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     answers: list[Generation] = []
-    limit = getattr(target.config, "max_position_embeddings", None)
-    room = max_new_tokens + (0 if drafter is None else drafter.config.num_proposals + 1)
     for turn, text in enumerate(prompt.turns):
         messages.append({"role": "user", "content": text})
         ids = target.render(messages)
-        if limit is not None and len(ids) + room > limit:
+        if len(ids) + max_new_tokens > max_length:
             break
         answer = generate(
             target, drafter, ids, rule=way.rule, temperature=temperature, draft_temperature=way.draft_temperature,

@@ -83,7 +83,7 @@ def training_dynamics(
     chosen = fixed_blocks(training, num_texts, blocks_per_text, run["drafter"]["num_proposals"], seed)
     points = []
     for step, folder in epoch_checkpoints(run_folder, run).items():
-        drafter = load_drafter(folder, target).to(target.device).eval()
+        drafter = load_drafter(folder, target).to(target.device, target.dtype).eval()
         accuracy, length = measure(target, drafter, training, chosen, seed)
         points.append(
             DynamicsPoint(step=step, epoch=step / run["steps_per_epoch"], accuracy=accuracy, draft_length=length)

@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ import transformers
 
 import blockdraft
 from blockdraft.atomic import locked, replacing, whole_lines
-from blockdraft.data import LocalEngine, Prompt, Settings, regenerate
+from blockdraft.data import DataError, Dialogue, LocalEngine, Prompt, Settings, regenerate
 from blockdraft.data.paths import read_rows
 from blockdraft.evaluation.about import Candidate
 from blockdraft.evaluation.assembly import Assembly, about
@@ -64,7 +65,7 @@ class Evaluation:
         if not candidates:
             raise EvaluationError("there is no drafter to evaluate")
         self.target, self.candidates, self.protocol, self.out = target, candidates, protocol, Path(out)
-        self.tasks = [_with_unique_ids(task) for task in tasks]
+        self.tasks = [self._what_fits(_with_unique_ids(task)) for task in tasks]
         self.processes = processes or Processes(str(target.device))
         self.on_progress = on_progress or (lambda _stage, _done, _of, _tokens: None)
         self.prompts = [(task, prompt) for task in self.tasks for prompt in task.prompts]
@@ -137,7 +138,31 @@ class Evaluation:
             "device": self.target.device.type,
         }  # fmt: skip
 
+    # What the target can read
+
+    @property
+    def max_length(self) -> int:
+        """Of prompt and answer together, for every way alike: the last block may reach beyond the answer."""
+        limit = getattr(self.target.config, "max_position_embeddings", None) or 2**15
+        return int(limit) - 1 - max(each.drafter.config.num_proposals for each in self.candidates)
+
+    def _what_fits(self, task: Task) -> Task:
+        """The task without prompts whose first answer has no room."""
+        asked = [Dialogue(prompt, 0, self.target, self._sampling_settings("sampled")) for prompt in task.prompts]
+        kept = [each.prompt for each in asked if each.dropped is None]
+        if not kept:
+            raise EvaluationError(
+                f"{task.name}: no prompt can be answered with {self.protocol.max_new_tokens} new tokens, prompt and "
+                f"answer within {self.max_length}: {asked[0].dropped}"
+            )
+        return replace(task, prompts=kept, num_left_out=len(task.prompts) - len(kept))
+
     # Paths of the target
+
+    def _sampling_settings(self, law: Law) -> Settings:
+        protocol = self.protocol
+        sampling = Sampling(protocol.temperature_of(law))
+        return Settings(sampling, protocol.max_new_tokens, self.max_length, protocol.seed, whole_turns=True)
 
     def _folders(self, law: Law) -> list[tuple[Path, list[Prompt]]]:
         """Data folders and the prompts of each."""
@@ -150,7 +175,6 @@ class Evaluation:
 
     def _write_paths(self) -> None:
         """The target's own responses, by continuous batching."""
-        longest = getattr(self.target.config, "max_position_embeddings", None) or 2**15
         work = [(law, *each) for law in self.protocol.laws for each in self._folders(law)]
         work = work[self.processes.rank :: self.processes.num]
         of, done = sum(len(prompts) for _, _, prompts in work), 0
@@ -161,8 +185,7 @@ class Evaluation:
             self.on_progress("target paths", done, of, tokens if new else 0)
 
         for law, folder, prompts in work:
-            sampling = Sampling(self.protocol.temperature_of(law))
-            settings = Settings(sampling, self.protocol.max_new_tokens, longest, self.protocol.seed)
+            settings = self._sampling_settings(law)
             engine = LocalEngine(self.target, settings)
             regenerate(prompts, self.target, engine, settings, folder, shard_size=len(prompts), on_progress=count)
 
@@ -235,7 +258,7 @@ class Evaluation:
         drafter = next((each.drafter for each in self.candidates if each.name == way.drafter), None)
         answers = converse(
             self.target, drafter, prompt, way, temperature=self.protocol.temperature, max_new_tokens=max_new_tokens,
-            seed=self.protocol.seed,
+            max_length=self.max_length, seed=self.protocol.seed,
         )  # fmt: skip
         return [Record.of(answer) for answer in answers]
 
@@ -247,7 +270,7 @@ class Evaluation:
     # Diagnostics
 
     def _dynamics(self) -> list[Dynamics]:
-        """Of every run that kept its epochs and whose data is there."""
+        """Of every run that kept its epochs and whose data is there; what stands against one is said, and no more."""
         found = []
         for candidate in self.candidates:
             run, folder = candidate.run, candidate.folder
@@ -256,11 +279,14 @@ class Evaluation:
             if not run["recipe"]["record"]["keep_epochs"] or not Path(run["recipe"]["data"]["path"]).exists():
                 continue
             self.on_progress(f"dynamics, {candidate.name}", 0, 1, 0)
-            measured = training_dynamics(
-                candidate.name, folder, run, self.target, num_texts=self.protocol.dynamics_texts,
-                blocks_per_text=self.protocol.dynamics_blocks, seed=self.protocol.seed,
-            )  # fmt: skip
-            found.append(measured)
+            try:
+                measured = training_dynamics(
+                    candidate.name, folder, run, self.target, num_texts=self.protocol.dynamics_texts,
+                    blocks_per_text=self.protocol.dynamics_blocks, seed=self.protocol.seed,
+                )  # fmt: skip
+                found.append(measured)
+            except (DataError, EvaluationError) as error:
+                print(f"no training dynamics of {candidate.name}: {error}", file=sys.stderr)
             self.on_progress(f"dynamics, {candidate.name}", 1, 1, 0)
         return found
 
@@ -269,15 +295,15 @@ class Evaluation:
         protocol, prompts = self.protocol, []
         for task in self.tasks:
             for prompt in task.prompts[: protocol.num_traces]:
-                found = [
+                traces = [
                     trace(
                         self.target, candidate.drafter, prompt, protocol.paper(candidate.name, rule),
-                        temperature=protocol.temperature, max_new_tokens=protocol.max_new_tokens, seed=protocol.seed,
+                        temperature=protocol.temperature, max_new_tokens=protocol.max_new_tokens,
+                        max_length=self.max_length, seed=protocol.seed,
                     )
                     for candidate in self.candidates
                     for rule in protocol.sampled_rules
                 ]  # fmt: skip
-                traces = [each for each in found if each is not None]
                 if traces:
                     prompts.append(TracedPrompt(task=task.name, id=prompt.id, prompt=prompt.turns[0], traces=traces))
         return Traces(prompts=prompts)

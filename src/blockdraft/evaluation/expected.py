@@ -22,10 +22,7 @@ def write_expected(
     lines = []
     for row in rows:
         found = predictor.predict(row, rules, draft_temperatures)
-        rounds = {
-            rule: [[each.num, each.tokens, each.accepted, each.retained.tolist()] for each in values]
-            for rule, values in found.items()
-        }
+        rounds = {rule: [[each.num, each.tokens] for each in values] for rule, values in found.items()}
         lines.append({"prompt": row.id.rpartition("#")[0], "rounds": rounds})
     with replacing(file) as unfinished:
         unfinished.write_text(json.dumps(lines))
@@ -40,16 +37,15 @@ class Expected:
         for file in files:
             for line in json.loads(file.read_text()):
                 for rule, values in line["rounds"].items():
-                    for index, (num, tokens, accepted, retained) in enumerate(values):
-                        rounds = Rounds(num, tokens, accepted, np.array(retained))
+                    for index, (num, tokens) in enumerate(values):
                         key = (line["prompt"], rule, index)
-                        self._sums[key] = self._sums[key] + rounds if key in self._sums else rounds
+                        self._sums[key] = self._sums.get(key, Rounds(0.0, 0.0)) + Rounds(num, tokens)
 
     def of(self, task: Task, rule: Rule, draft_temperature: float) -> tuple[list[float], list[float]]:
-        """Tokens and rounds of every prompt of a task; 0 of those that the target could not read."""
+        """Tokens and rounds of every prompt of a task."""
         index = 0 if rule == "greedy" else self.protocol.grid.index(draft_temperature)
-        found = [self._sums.get((prompt.id, rule, index)) for prompt in task.prompts]
-        return [0.0 if e is None else e.tokens for e in found], [0.0 if e is None else e.num for e in found]
+        found = [self._sums[prompt.id, rule, index] for prompt in task.prompts]
+        return [each.tokens for each in found], [each.num for each in found]
 
     def temperatures(self, tasks: Sequence[Task]) -> list[TemperaturePoint]:
         """Predicted acceptance length over the grid, mean over the tasks."""

@@ -34,20 +34,14 @@ LOGITS_PER_PASS = 2**26
 class Rounds:
     """Expected sums over the rounds that write a text.
 
-    num: rounds. tokens: what they add, correction and bonus tokens included. accepted: drafted tokens kept.
-    retained: ``[B]`` rounds that keep at least i.
+    num: rounds. tokens: what they add, correction and bonus tokens included.
     """
 
     num: float
     tokens: float
-    accepted: float
-    retained: Numbers
 
     def __add__(self, other: "Rounds") -> "Rounds":
-        return Rounds(
-            self.num + other.num, self.tokens + other.tokens, self.accepted + other.accepted,
-            self.retained + other.retained,
-        )  # fmt: skip
+        return Rounds(self.num + other.num, self.tokens + other.tokens)
 
 
 def retention(
@@ -86,15 +80,13 @@ def walk(kept: Numbers, end: int | None) -> Rounds:
     steps = np.arange(block_size + 1)
     reached = np.zeros(num_starts + block_size + 1)
     reached[0] = 1.0
-    tokens = accepted = 0.0
+    tokens = 0.0
     for start in range(num_starts):
         chance = reached[start] * exactly[start]
         ended = start + steps == end
-        accepted += float(chance @ steps)
         tokens += float(chance @ (steps + ~ended))
         reached[start + 1 : start + block_size + 2] += np.where(ended, 0.0, chance)
-    visited = reached[:num_starts]
-    return Rounds(float(visited.sum()), tokens, accepted, visited @ kept)
+    return Rounds(float(reached[:num_starts].sum()), tokens)
 
 
 class Predictor:
@@ -115,13 +107,12 @@ class Predictor:
         ended = response[-1] in self.target.eos_ids
         num_starts = min(len(response), self.max_new_tokens) - 1
         if num_starts < 1:
-            nothing = Rounds(0.0, 0.0, 0.0, np.zeros(self.drafter.config.num_proposals))
-            return {rule: [nothing] * (1 if rule == "greedy" else len(draft_temperatures)) for rule in rules}
+            return {rule: [Rounds(0.0, 0.0)] * (1 if rule == "greedy" else len(draft_temperatures)) for rule in rules}
         first = len(row.prompt_ids)
         paths = Paths.of([Row(row.id, row.prompt_ids, response, row.finish_reason)])
         chosen = Chosen(0, first + np.arange(num_starts))
         batch = collate([chosen], paths, self.drafter.config.num_proposals).to(self.target.device)
-        scores = self._scores(batch, draft_temperatures)
+        scores = self._scores(batch, draft_temperatures if self.temperature > 0 else (0.0,))
         valid = batch.valid.cpu().numpy()
         end = len(response) - 1 if ended else None
         found: dict[Rule, list[Rounds]] = {}

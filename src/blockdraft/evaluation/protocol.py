@@ -1,7 +1,7 @@
 """How to measure."""
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from blockdraft.evaluation.conversation import Way
 from blockdraft.evaluation.results import EvaluationError
@@ -76,4 +76,4 @@ def as_rules(names: list[str]) -> tuple[Rule, ...]:
     for name in names:
         if name not in RULES:
             raise EvaluationError(f"unknown rule {name!r}; known: {', '.join(RULES)}")
-    return tuple(cast(Rule, rule) for rule in RULES if rule in names)
+    return tuple(rule for rule in RULES if rule in names)

@@ -38,6 +38,7 @@ class TaskAbout(Strict):
 
     group: ``math``, ``code`` or ``chat``: the heading it stands under in a table.
     num_turns: user messages, each answered by one generation.
+    num_left_out: prompts beside these that the target cannot read and answer.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TaskAbout(Strict):
     source: str
     num_prompts: int
     num_turns: int
+    num_left_out: int = 0
 
 
 class TemperaturePoint(Strict):
@@ -82,7 +84,8 @@ class DrafterAbout(Strict):
 class Cell(Strict):
     """One drafter under one rule and draft temperature on one task.
 
-    choice: ``paper`` is draft temperature 1 (0 under greedy verification); ``best`` the one found from target paths.
+    choice: of the draft temperature: ``paper`` is the target's (0 under greedy verification), ``best`` the one found
+        from target paths.
     acceptance_length: tau, tokens per verification call, correction or bonus included, prefill excluded, pooled.
     draft_length: the same without correction and bonus.
     retention: Pr(accepted >= i), i = 1 .. B. conditional: Pr(accepted >= i | accepted >= i - 1), None where never seen.
@@ -153,7 +156,7 @@ class Results(Strict):
     """An evaluation.
 
     settings: temperature, max_new_tokens, seed, num_bootstrap and whatever else was asked for.
-    provenance: versions, git revision, host, threads, start and end.
+    provenance: versions, machine, threads, processes, GPU, start and end.
     """
 
     format: Literal["blockdraft.evaluation/1"] = "blockdraft.evaluation/1"

@@ -5,13 +5,14 @@ wrappers already in the text) or from the Hugging Face hub, where the wrappers a
 """
 
 import difflib
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from blockdraft.data import Prompt, PromptError, read_prompts
+from blockdraft.data import Prompt, read_prompts
 from blockdraft.data.sources import load_dataset
 from blockdraft.evaluation.results import EvaluationError, TaskAbout
 from blockdraft.pocket.corpus import FAMILIES, Family, heldout
@@ -19,20 +20,24 @@ from blockdraft.pocket.corpus import FAMILIES, Family, heldout
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts with a name. group is the heading of its table: math, code or chat."""
+    """Prompts with a name. group is the heading of its table: math, code or chat.
+
+    num_left_out: prompts that the target cannot read and answer.
+    """
 
     name: str
     title: str
     group: str
     source: str
     prompts: list[Prompt]
+    num_left_out: int = 0
 
     def about(self) -> TaskAbout:
         """As results tell it."""
         turns = sum(len(prompt.turns) for prompt in self.prompts)
         return TaskAbout(
             name=self.name, title=self.title, group=self.group, source=self.source, num_prompts=len(self.prompts),
-            num_turns=turns,
+            num_turns=turns, num_left_out=self.num_left_out,
         )  # fmt: skip
 
 
@@ -129,7 +134,11 @@ def load_tasks(
     repeated = {name for name in wanted if wanted.count(name) > 1}
     if repeated:
         raise EvaluationError(f"the task {sorted(repeated)[0]!r} is named twice")
-    return [_load(name, folder, num_prompts, seed) for name in wanted]
+    tasks = [_load(name, folder, num_prompts, seed) for name in wanted]
+    alike = [a.name for a, b in itertools.combinations(tasks, 2) if a.name == b.name]
+    if alike:
+        raise EvaluationError(f"two files are called {alike[0]!r}: results would not tell them apart; rename one")
+    return tasks
 
 
 def choose(prompts: Sequence[Prompt], num: int, seed: int) -> list[Prompt]:
@@ -172,5 +181,5 @@ def _from_hub(name: str, benchmark: Benchmark) -> list[Prompt]:
         return [Prompt(f"{name}-{index}", tuple(benchmark.turns(row))) for index, row in enumerate(table)]
     except KeyError as error:
         raise EvaluationError(f"{benchmark.dataset} has no column {error}") from error
-    except PromptError as error:
+    except ValueError as error:  # PromptError among them, and rows that are no prompts
         raise EvaluationError(f"{name}: {error}; a folder with {name}.jsonl does as well: --prompts") from error

@@ -11,60 +11,77 @@ from blockdraft.targets import Target
 from blockdraft.verification import Verdict
 from blockdraft.verification.rules import acceptance_states, probability_ratio
 
+Numbers = dict[str, float]
+TAIL = 8
+"""Tokens before a piece of text that decide how it is decoded."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
 
 def trace(
-    target: Target, drafter: Drafter, prompt: Prompt, way: Way, *, temperature: float, max_new_tokens: int, seed: int
-) -> Trace | None:
-    """The first answer to a prompt; None if it does not fit into the target."""
-    verdicts: list[tuple[list[TracedToken], int]] = []
+    target: Target,
+    drafter: Drafter,
+    prompt: Prompt,
+    way: Way,
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    max_length: int,
+    seed: int,
+) -> Trace:
+    """The first answer to a prompt."""
+    verdicts: list[tuple[list[Numbers], int]] = []
     done: list[Generation] = []
 
     def keep(proposal: Proposal, target_probs: Tensor, verdict: Verdict) -> None:
-        verdicts.append(_look(target, proposal, target_probs, verdict))
+        verdicts.append(_look(proposal, target_probs, verdict))
 
     converse(
         target, drafter, Prompt(prompt.id, prompt.turns[:1], prompt.system, prompt.source), way,
-        temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, on_verdict=keep, on_turn=done.append,
+        temperature=temperature, max_new_tokens=max_new_tokens, max_length=max_length, seed=seed, on_verdict=keep,
+        on_turn=done.append,
     )  # fmt: skip
-    if not done:
-        return None
     generation = done[0]
-    rounds, at = [], 0
-    for record, (tokens, token_accepted) in zip(generation.rounds, verdicts, strict=True):
-        next_text = None if record.next_token is None else _text(target, record.next_token)
+    rounds, written = [], generation.tokens[:1]
+    for record, (numbers, token_accepted) in zip(generation.rounds, verdicts, strict=True):
+        columns = zip(record.drafted, _texts(target, written, record.drafted), numbers, strict=True)
+        kept = [*written, *record.drafted[: record.accepted]]
+        following = None if record.next_token is None else _texts(target, kept, [record.next_token])[0]
         traced = TracedRound(
-            anchor=_text(target, generation.tokens[at]), drafted=tokens, accepted=record.accepted,
-            token_accepted=token_accepted, next_id=record.next_token, next_text=next_text,
+            anchor=_texts(target, written[:-1], written[-1:])[0],
+            drafted=[TracedToken(id=token, text=text, **each) for token, text, each in columns],
+            accepted=record.accepted, token_accepted=token_accepted, next_id=record.next_token, next_text=following,
         )  # fmt: skip
         rounds.append(traced)
-        at += len(record.tokens)
+        written = [*written, *record.tokens]
     assert way.drafter is not None
     return Trace(
         drafter=way.drafter, rule=way.rule, draft_temperature=way.draft_temperature,
-        first_text=_text(target, generation.tokens[0]), rounds=rounds,
+        first_text=_texts(target, [], generation.tokens[:1])[0], rounds=rounds,
     )  # fmt: skip
 
 
-def _look(target: Target, proposal: Proposal, target_probs: Tensor, verdict: Verdict) -> tuple[list[TracedToken], int]:
-    """The drafted tokens, and how many of them token verification would have kept."""
+def _look(proposal: Proposal, target_probs: Tensor, verdict: Verdict) -> tuple[list[Numbers], int]:
+    """Numbers of the drafted tokens, and how many of them token verification would have kept."""
     p, q, tokens = target_probs[:, :-1].float(), proposal.probs.float(), proposal.tokens
     ratio = probability_ratio(p, q, tokens)
     states = acceptance_states(ratio)[0, 1:]
     at = tokens.unsqueeze(-1)
-    columns = zip(
-        tokens[0].tolist(), p.gather(-1, at)[0, :, 0].tolist(), q.gather(-1, at)[0, :, 0].tolist(), states.tolist(),
-        verdict.thresholds[0].tolist(), verdict.coins[0].tolist(), ratio.clamp(max=1)[0].tolist(), strict=True,
-    )  # fmt: skip
-    drafted = [
-        TracedToken(
-            id=token, text=_text(target, token), p=p_x, q=q_x, alpha=alpha, threshold=threshold, coin=coin,
-            token_threshold=token_threshold,
-        )
-        for token, p_x, q_x, alpha, threshold, coin, token_threshold in columns
-    ]  # fmt: skip
+    columns = {
+        "p": p.gather(-1, at)[0, :, 0], "q": q.gather(-1, at)[0, :, 0], "alpha": states,
+        "threshold": verdict.thresholds[0], "coin": verdict.coins[0], "token_threshold": ratio.clamp(max=1)[0],
+    }  # fmt: skip
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
     kept = (verdict.coins[0] < ratio[0].clamp(max=1)).long().cumprod(0).sum()
-    return drafted, int(kept)
+    return [dict(zip(columns, row, strict=True)) for row in rows], int(kept)
 
 
-def _text(target: Target, token: int) -> str:
-    return target.decode([token], skip_special_tokens=False)
+def _texts(target: Target, before: list[int], tokens: list[int]) -> list[str]:
+    """What each token adds to the text before it; pieces of a character add nothing until its last one is there."""
+    tail = before[-TAIL:]
+    shown, texts = "", []
+    for length in range(1, len(tail) + len(tokens) + 1):
+        text = target.decode([*tail, *tokens][:length], skip_special_tokens=False)
+        finished = not text.endswith(UNFINISHED)
+        texts.append(text[len(shown) :] if finished else "")
+        shown = text if finished else shown
+    return texts[len(tail) :]

@@ -11,8 +11,8 @@ from blockdraft.drafters import Anchors, CheckpointError, Drafter, DrafterConfig
 from blockdraft.drafters.checkpoint import check_tensors, load_config, load_json, load_tensors, refuse
 from blockdraft.drafters.foreign import surroundings
 from blockdraft.drafters.formats import Format, FormatError, Surroundings, format_of, frozen_names, write_config
-from blockdraft.export.drafter import DTYPES, exported_tensors
-from blockdraft.targets import Target
+from blockdraft.export.drafter import exported_tensors
+from blockdraft.targets import DTYPES, Target
 
 PROBE_LENGTH = 24
 

@@ -12,10 +12,9 @@ from blockdraft.drafters.formats import Format, FormatError, Surroundings, froze
 from blockdraft.export.card import CARD, write_card
 from blockdraft.export.folder import new_folder
 from blockdraft.export.run import RunFacts
-from blockdraft.targets import Target
+from blockdraft.targets import DTYPES, Target
 
 FILES = frozenset({CONFIG, WEIGHTS, CARD})
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

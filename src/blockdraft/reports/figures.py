@@ -8,9 +8,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from blockdraft.reports.drawing import Drawing, Look, drawing, kinds, legend, line, panels
 from blockdraft.reports.inks import INKS, styles
-from blockdraft.reports.merging import RULES, Comparison, Entry
+from blockdraft.reports.merging import Comparison, Entry
 from blockdraft.reports.seconds import autoregressive, phases, speculative
-from blockdraft.verification import Rule
+from blockdraft.verification import RULES, Rule
 
 
 def figures(comparison: Comparison) -> Iterator[Drawing]:

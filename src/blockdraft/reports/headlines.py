@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from blockdraft.evaluation.results import Average
-from blockdraft.reports.merging import RULES, Comparison, Entry
-from blockdraft.verification import Rule
+from blockdraft.reports.merging import Comparison, Entry
+from blockdraft.verification import RULES, Rule
 
 
 @dataclass(frozen=True)

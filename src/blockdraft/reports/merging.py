@@ -28,7 +28,6 @@ Choice = Literal["paper", "best"]
 KINDS = {"dflash": "DFlash", "dspark": "DSpark"}
 GROUPS = {"math": "Math", "code": "Code", "chat": "Chat"}
 LABELS = ("CE", "KL", "RKL", "TV", "LK", "BV w/o annealing", "BV")
-RULES: tuple[Rule, ...] = ("greedy", "token", "block")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockdraft.evaluation.results import Average, Cell
-from blockdraft.reports.merging import GROUPS, RULES, Choice, Comparison, Entry, rank, slug
+from blockdraft.reports.merging import GROUPS, Choice, Comparison, Entry, rank, slug
 from blockdraft.reports.seconds import autoregressive, phases, speculative
 from blockdraft.reports.table import (
     MISSING,
@@ -19,7 +19,7 @@ from blockdraft.reports.table import (
     times,
     with_interval,
 )
-from blockdraft.verification import Rule
+from blockdraft.verification import RULES, Rule
 
 ABLATION = {"CE": "Baseline (CE)", "BV w/o annealing": "BV w/o annealing", "BV": "BV with annealing"}
 COUNTED = "τ counts tokens per verification call, correction or bonus token included."

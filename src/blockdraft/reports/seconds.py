@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from blockdraft.evaluation.metrics import PHASES
 from blockdraft.reports.merging import Entry
 from blockdraft.verification import Rule
-
-PHASES = ("prefill", "draft", "verify", "rest")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def write_report(
 
     Args:
         folders: of evaluations, each with a ``results.json`` and perhaps a ``traces.json``.
-        out: made if it is not there; files of an earlier report are replaced.
+        out: made if it is not there; files of the same names are replaced.
         on_file: called with each file after it was written.
     """
     comparison, out = read_evaluations(folders), Path(out)

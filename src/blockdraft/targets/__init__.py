@@ -7,9 +7,10 @@ from blockdraft.targets.loading import load_target
 from blockdraft.targets.sampling import Sampling
 from blockdraft.targets.shape import TargetShape, target_shape
 from blockdraft.targets.slots import Slots
-from blockdraft.targets.target import Message, Target, TargetOutput, UnsupportedTargetError
+from blockdraft.targets.target import DTYPES, Message, Target, TargetOutput, UnsupportedTargetError
 
 __all__ = [
+    "DTYPES",
     "KVCache",
     "Message",
     "Sampling",

@@ -58,7 +58,11 @@ def load_target(
         raise UnsupportedTargetError(f"{name}: its weights cannot be read: {str(error).splitlines()[0]}") from error
     except ValueError as error:
         raise UnsupportedTargetError(f"{name}: not a causal language model: {str(error).splitlines()[0]}") from error
-    return Target(_placed(model, device), AutoTokenizer.from_pretrained(source), name=name, mask_token_id=mask_token_id)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UnsupportedTargetError(f"{name}: its tokenizer cannot be read: {str(error).splitlines()[0]}") from error
+    return Target(_placed(model, device), tokenizer, name=name, mask_token_id=mask_token_id)
 
 
 def _smollm2(dtype: torch.dtype, device: str | torch.device, mask_token_id: int | None) -> Target:

@@ -1,7 +1,8 @@
-"""Many texts decoded side by side, each at its own length: one slot of a preallocated cache per text.
+"""Many texts decoded side by side, each at its own length: one slot of a shared cache per text.
 
 The texts in use fill the slots from the front without gaps, so that every pass
 works on slices of the storage. A text that ends gives its slot to the last one.
+The storage grows with the longest text that there was.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from blockdraft.targets.attention import SlotAttention, attending
 from blockdraft.targets.target import Target
 
-CLEARED_AHEAD = 64
+ROOM_AHEAD = 64
 
 
 class Slots:
@@ -86,20 +87,18 @@ class Slots:
 
 
 class _Layer(CacheLayerMixin):
-    """Keys and values of one layer, ``[slots, kv_heads, capacity, d]``."""
+    """Keys and values of one layer, ``[slots, kv_heads, room, d]``."""
 
     is_sliding = False
 
     def __init__(self, slots: Slots) -> None:
         super().__init__()
         self.slots = slots
-        self.cleared = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        num_slots, capacity = self.slots.num_slots, self.slots.capacity
-        _, heads, _, width = key_states.shape
-        self.keys = key_states.new_empty(num_slots, heads, capacity, width)
-        self.values = value_states.new_empty(num_slots, heads, capacity, value_states.shape[-1])
+        self.keys, self.values = (
+            x.new_empty(self.slots.num_slots, x.shape[1], 0, x.shape[3]) for x in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -107,8 +106,8 @@ class _Layer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        self._clear(key_states.shape[2] if self.slots._seen is None else self.slots._seen.shape[-1])
         seen = self.slots._seen
+        self._reserve(key_states.shape[2] if seen is None else seen.shape[-1])
         if seen is None:
             rows = slice(self.slots._first, self.slots._first + key_states.shape[0])
             self.keys[rows, :, : key_states.shape[2]] = key_states
@@ -119,15 +118,13 @@ class _Layer(CacheLayerMixin):
         self.values[rows_at, :, positions] = value_states[:, :, 0]
         return self.keys[: len(rows_at), :, : seen.shape[-1]], self.values[: len(rows_at), :, : seen.shape[-1]]
 
-    def _clear(self, length: int) -> None:
-        """Zero the storage up to a length, a stretch at a time: what is masked must still be a number."""
-        if length > self.cleared:
-            assert self.keys is not None
-            assert self.values is not None
-            end = min(self.slots.capacity, length + CLEARED_AHEAD)
-            self.keys[:, :, self.cleared : end] = 0
-            self.values[:, :, self.cleared : end] = 0
-            self.cleared = end
+    def _reserve(self, length: int) -> None:
+        """Make room for texts of this length, zeros at first: what is masked must still be a number."""
+        assert self.keys is not None
+        assert self.values is not None
+        if length > self.keys.shape[2]:
+            room = min(self.slots.capacity, max(2 * self.keys.shape[2], length + ROOM_AHEAD))
+            self.keys, self.values = _widened(self.keys, room), _widened(self.values, room)
 
     def move(self, source: int, to: int, length: int) -> None:
         """Copy one text's keys and values to another slot."""
@@ -144,3 +141,9 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.slots.capacity
+
+
+def _widened(held: Tensor, room: int) -> Tensor:
+    wider = held.new_zeros(*held.shape[:2], room, held.shape[3])
+    wider[:, :, : held.shape[2]] = held
+    return wider

@@ -12,6 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from blockdraft.targets.attention import Span, SpanAttention, attending, span_positions
 from blockdraft.targets.cache import KVCache
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""By the names that users and configurations give them."""
+
 Message = dict[str, str]
 """``{"role": "user", "content": "..."}``."""
 

@@ -8,9 +8,9 @@ from blockdraft.data import Features, Paths, Plan, collate, share_out
 from blockdraft.losses import BlockStatistics, objective
 from blockdraft.processes import Processes
 from blockdraft.training.step import Step
+from blockdraft.verification import RULES
 
 TEXTS_PER_BATCH = 16
-RULES = ("greedy", "token", "block")
 
 
 class HeldOut:

@@ -29,7 +29,7 @@ from torch import Tensor
 from blockdraft.overlap import overlap
 
 Rule = Literal["greedy", "token", "block"]
-RULES: tuple[str, ...] = get_args(Rule)
+RULES: tuple[Rule, ...] = get_args(Rule)
 
 
 @dataclass(frozen=True)

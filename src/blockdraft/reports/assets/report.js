@@ -6,7 +6,7 @@
 
   const get = (name) => document.getElementById(`x-${name}`);
   const state = { prompt: 0, rule: null, round: 0, hidden: new Set() };
-  const RULES = ["block", "token", "greedy"];
+  const RULES = ["block", "token"];
 
   function make(tag, options = {}, ...children) {
     const { data = {}, aria = {}, style = {}, ...properties } = options;
@@ -57,18 +57,12 @@
       visible(text),
       row("pair", `p ${number(p)}`, `q ${number(q)}`),
     ];
-    let decided;
-    if (trace.rule === "greedy") {
-      decided = success ? "the target's choice" : "not the target's choice";
-      parts.push(row("pair coin", "target's choice", success ? "✓" : "✗"));
-    } else {
-      decided = `alpha ${number(alpha)}, coin ${number(coin)}, threshold ${number(threshold)}, ${success ? "success" : "failure"}`;
-      parts.push(
-        row("pair", `α ${number(alpha)}`, `h ${number(threshold)}`),
-        track("alpha", alpha),
-        row("pair coin", `coin ${number(coin)}`, success ? "✓ < h" : "✗ ≥ h"),
-        track("throw", threshold, coin));
-    }
+    const decided = `alpha ${number(alpha)}, coin ${number(coin)}, threshold ${number(threshold)}, ${success ? "success" : "failure"}`;
+    parts.push(
+      row("pair", `α ${number(alpha)}`, `h ${number(threshold)}`),
+      track("alpha", alpha),
+      row("pair coin", `coin ${number(coin)}`, success ? "✓ < h" : "✗ ≥ h"),
+      track("throw", threshold, coin));
     if (trace.rule === "block") parts.push(row("pair other", "token rule", index < round.tokenKept ? "✓" : "✗"));
     return make("li", {
       className: `card-token ${kept ? "kept" : "dropped"}`,
