@@ -20,6 +20,7 @@ for _ in sys.stdin:
         work(*sys.argv[3:])
         os._exit(0)
     print(child, flush=True)
+    sys.stdin.readline()  # until then a child that has ended keeps its number
     print(os.waitpid(child, 0)[1], flush=True)
 """
 
@@ -42,5 +43,6 @@ def killed(source: str, *arguments: object, kills: int, within: float, seed: int
             if attempt < kills:
                 time.sleep(dice.uniform(0.0, within))
                 os.kill(child, signal.SIGKILL)
+            server.stdin.write("wait\n")
             yield int(server.stdout.readline())
         server.stdin.close()

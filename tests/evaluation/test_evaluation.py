@@ -267,7 +267,7 @@ def test_every_turn_that_is_decoded_is_predicted(tmp_path):
     """Also the one after an answer that the budget cut, and none that has no room."""
     target = tiny_target(dtype=torch.float32, eos=None, max_position_embeddings=100)
     target.eos_ids = frozenset()  # the tokenizer has one anyway
-    long = [Prompt(f"p{i}", (f"w{i + 5} w6", "w7 w8", "w9 " * 20)) for i in range(3)]
+    long = [Prompt(f"p{i}", (f"w{i + 5} w6", "w7 w8", "w9 " * 80)) for i in range(3)]
     given = [Task("long", "Long", "chat", "here", long)]
     evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path, FEW, given)
     records = [json.loads(line) for line in (tmp_path / "records" / "0.jsonl").read_text().splitlines()]
