@@ -54,7 +54,7 @@ class Size:
 SIZES = {
     "pocket": Size("ten", 1400, 256, 10, 128, 24, threads=1),
     "smollm2": Size(
-        "eighty", 400, 128, 5, 64, 16,
+        "ninety", 400, 128, 3, 64, 4,
         changes=(
             "drafter.initial=target", "data.heldout=40", "batch.num_texts=8", "batch.num_anchors=64",
             "optimizer.epochs=20", "optimizer.rate=1e-3", "record.heldout_blocks=256", "record.log_every=1",
