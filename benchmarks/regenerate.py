@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from blockdraft.data import Dialogue, LocalEngine, Prompt, Settings
+from blockdraft.data import Conversation, GenerationSettings, LocalEngine, Prompt
 from blockdraft.data.sources import pocket_prompts
 from blockdraft.targets import Target, load_target
 
@@ -39,8 +39,8 @@ def prompts(target: Target, num: int) -> list[Prompt]:
 
 
 def ours(target: Target, found: list[Prompt], batch_size: int, seed: int) -> tuple[int, float]:
-    settings = Settings(max_new_tokens=BUDGET, max_length=768, seed=seed)
-    dialogues = [Dialogue(prompt, index, target, settings) for index, prompt in enumerate(found)]
+    settings = GenerationSettings(max_new_tokens=BUDGET, max_length=768, seed=seed)
+    dialogues = [Conversation(prompt, index, target, settings) for index, prompt in enumerate(found)]
     start = time.perf_counter()
     num_tokens = sum(each.num_tokens for each in LocalEngine(target, settings, batch_size).run(dialogues))
     return num_tokens, time.perf_counter() - start

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blockdraft.data import Batch, Dialogue, Engine, Features, Prompt, Settings, regenerate
+from blockdraft.data import Batch, Conversation, Engine, Features, GenerationSettings, Prompt, regenerate
 from blockdraft.targets import Target, TargetOutput, load_target
 from blockdraft.targets.attention import span_positions
 from blockdraft.training import Trainer, load_recipe, step, trainer
@@ -37,7 +37,7 @@ class Dice(Engine):
 
     name, by_shard = "dice", True
 
-    def run(self, dialogues: Sequence[Dialogue]) -> Iterator[Dialogue]:
+    def run(self, dialogues: Sequence[Conversation]) -> Iterator[Conversation]:
         for dialogue in dialogues:
             rng = np.random.default_rng(dialogue.index)
             dialogue.answer(rng.integers(100, dialogue.target.vocab_size, rng.integers(*RESPONSE)).tolist())
@@ -52,7 +52,7 @@ def make_data(folder: Path, target: Target, num: int) -> None:
     rng = np.random.default_rng(0)
     words = ["river", "stone", "light", "garden", "engine", "letter", "winter", "market"]
     prompts = [Prompt(f"p{i}", (" ".join(rng.choice(words, rng.integers(*PROMPT) // 2)),)) for i in range(num)]
-    regenerate(prompts, target, Dice(), Settings(max_length=768), folder)
+    regenerate(prompts, target, Dice(), GenerationSettings(max_length=768), folder)
 
 
 class Clock:

@@ -1,7 +1,7 @@
 """Six objectives on a toy whose accepted lengths are known exactly.
 
 The target is a small autoregressive model that, in each of 24 contexts,
-continues with one of a few "sentences" of B = 6 tokens, now and then replacing
+continues with one of a few "sentences" of B = 6 tokens, now and then atomic_write
 a token. The drafter, like DFlash, proposes all positions at once and cannot
 make one depend on another: it can imitate the mixture position by position, or
 commit to sentences that hold together. Every objective sees the same blocks,

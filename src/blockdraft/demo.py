@@ -16,12 +16,21 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.data import LocalEngine, Settings, build_cache, open_paths, read_prompts, regenerate, write_prompts
+from blockdraft.data import (
+    GenerationSettings,
+    LocalEngine,
+    build_cache,
+    open_dataset,
+    read_prompts,
+    regenerate,
+    write_prompts,
+)
 from blockdraft.data.selection import draw
 from blockdraft.data.sources import pocket_prompts
 from blockdraft.drafters import DrafterConfig
+from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation import Evaluation, Protocol, Results, load_candidates, load_tasks
-from blockdraft.reports import Report, write_report
+from blockdraft.reports import ReportFiles, write_report
 from blockdraft.targets import Target, load_target
 from blockdraft.training import load_recipe
 
@@ -63,7 +72,7 @@ SIZES = {
 }  # fmt: skip
 
 
-class DemoError(RuntimeError):
+class DemoError(BlockdraftError):
     """A stage that failed, with where to look."""
 
 
@@ -73,7 +82,7 @@ class Demo:
     def __init__(self, target: str, out: str | Path, on_progress: OnProgress) -> None:
         self.name, self.size, self.out, self.on_progress = target, SIZES[target], Path(out), on_progress
 
-    def run(self) -> tuple[Results, Report]:
+    def run(self) -> tuple[Results, ReportFiles]:
         """All stages; what was found, and the report of it."""
         self.out.mkdir(parents=True, exist_ok=True)
         if self.size.threads is not None:
@@ -100,7 +109,7 @@ class Demo:
         file = self.out / "prompts.jsonl"
         if not file.exists():
             write_prompts({file: draw(pocket_prompts(seed=0), num=self.size.num_prompts).kept})
-        settings = Settings(max_new_tokens=self.size.max_new_tokens, max_length=768)
+        settings = GenerationSettings(max_new_tokens=self.size.max_new_tokens, max_length=768)
         done = 0
 
         def count(conversations: int, tokens: int, new: bool) -> None:
@@ -116,7 +125,7 @@ class Demo:
         """What the drafters read of the target, computed once for both."""
         recipe = load_recipe(*self._recipe(OBJECTIVES[0]))
         config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.changes())
-        training, _ = open_paths(self.out / "data", target).split(recipe.data.heldout, recipe.seed)
+        training, _ = open_dataset(self.out / "data", target).split(recipe.data.heldout, recipe.seed)
         of, done = len(training.tokens), 0
 
         def count(tokens: int) -> None:

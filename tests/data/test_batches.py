@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockdraft.data import DataError, OnlineFeatures, Paths, Plan, Row, collate, share_out
+from blockdraft.data import BatchSampler, Completion, DataError, OnlineFeatures, TextDataset, collate, partition
 from blockdraft.data.batches import pack
 
 from tiny import tiny_drafter, tiny_target
@@ -24,13 +24,13 @@ def paths_of(lengths):
     rows = []
     for index, (prompt, response) in enumerate(lengths):
         take = [next(numbers) for _ in range(prompt + response)]
-        rows.append(Row(f"t{index}#0", take[:prompt], take[prompt:], "stop"))
-    return Paths.of(rows)
+        rows.append(Completion(f"t{index}#0", take[:prompt], take[prompt:], "stop"))
+    return TextDataset.of(rows)
 
 
 def plan_of(paths, **changes):
     options = {"num_texts": 4, "num_anchors": 20, "num_proposals": 5, "seed": 0}
-    return Plan(paths, **(options | changes))
+    return BatchSampler(paths, **(options | changes))
 
 
 @given(LENGTHS, st.integers(1, 6), st.integers(1, 40), st.integers(1, 7), st.integers(0, 3), st.booleans())
@@ -100,7 +100,7 @@ def test_anchors_are_uniform_over_positions():
 def test_a_batch_holds_the_right_tokens_and_masks(lengths, num_proposals, num_parts):
     paths = paths_of(lengths)
     plan = plan_of(paths, num_texts=len(lengths), num_proposals=num_proposals)
-    parts = share_out(plan.step(0, 0), num_parts, paths)
+    parts = partition(plan.step(0, 0), num_parts, paths)
     seen = []
     for part in parts:
         if not part:
@@ -137,7 +137,7 @@ def test_parts_are_balanced(lengths, num_parts):
     paths = paths_of(lengths)
     chosen = plan_of(paths, num_texts=len(lengths)).step(0, 0)
     work = [
-        sum(int(paths.lengths[e.text]) + 8 * len(e.anchors) for e in p) for p in share_out(chosen, num_parts, paths)
+        sum(int(paths.lengths[e.text]) + 8 * len(e.anchors) for e in p) for p in partition(chosen, num_parts, paths)
     ]
     largest = max(int(paths.lengths[e.text]) + 8 * len(e.anchors) for e in chosen)
     assert max(work) - min(work) <= largest
@@ -152,10 +152,10 @@ def test_a_packed_batch_trains_on_what_each_block_alone_would_see(kind, seed):
     drafter = tiny_drafter(kind, target)
     rng = np.random.default_rng(seed)
     sizes = [(rng.integers(1, 6), rng.integers(2, 15)) for _ in range(5)]
-    rows = [Row("t", rng.integers(3, 40, p).tolist(), rng.integers(3, 40, r).tolist(), "stop") for p, r in sizes]
-    paths = Paths.of(rows)
-    chosen = Plan(paths, num_texts=5, num_anchors=12, num_proposals=4, seed=seed).step(0, 0)
-    (part,) = share_out(chosen, 1, paths)
+    rows = [Completion("t", rng.integers(3, 40, p).tolist(), rng.integers(3, 40, r).tolist(), "stop") for p, r in sizes]
+    paths = TextDataset.of(rows)
+    chosen = BatchSampler(paths, num_texts=5, num_anchors=12, num_proposals=4, seed=seed).step(0, 0)
+    (part,) = partition(chosen, 1, paths)
     features = OnlineFeatures(target, drafter.config.target_layers)
     batch = collate(part, paths, 4)
     output = features(batch, [each.text for each in part])

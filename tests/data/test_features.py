@@ -6,9 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from blockdraft.atomic import locked
-from blockdraft.data import CachedFeatures, DataError, OnlineFeatures, Paths, Plan, Row, build_cache, collate, share_out
+from blockdraft.data import (
+    BatchSampler,
+    CachedFeatures,
+    Completion,
+    DataError,
+    OnlineFeatures,
+    TextDataset,
+    build_cache,
+    collate,
+    partition,
+)
 from blockdraft.data import features as module
+from blockdraft.files import FolderInUseError, exclusive
 
 from tiny import tiny_target
 
@@ -19,8 +29,8 @@ LAYERS = (1, 3)
 def paths():
     rng = np.random.default_rng(0)
     sizes = [(int(rng.integers(1, 8)), int(rng.integers(2, 20))) for _ in range(11)]
-    return Paths.of(
-        [Row("t", rng.integers(3, 40, p).tolist(), rng.integers(3, 40, r).tolist(), "stop") for p, r in sizes]
+    return TextDataset.of(
+        [Completion("t", rng.integers(3, 40, p).tolist(), rng.integers(3, 40, r).tolist(), "stop") for p, r in sizes]
     )
 
 
@@ -37,9 +47,9 @@ def test_a_cache_gives_what_the_target_gives(tmp_path, paths, dtype):
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8, on_tokens=counted.append)
     assert sum(counted) == len(paths.tokens)
     cached, online = CachedFeatures(tmp_path, target, paths, LAYERS), OnlineFeatures(target, LAYERS)
-    plan = Plan(paths, num_texts=5, num_anchors=15, num_proposals=3, seed=0)
+    plan = BatchSampler(paths, num_texts=5, num_anchors=15, num_proposals=3, seed=0)
     for step in range(plan.steps_per_epoch):
-        (part,) = share_out(plan.step(0, step), 1, paths)
+        (part,) = partition(plan.step(0, step), 1, paths)
         batch, texts = collate(part, paths, 3), [each.text for each in part]
         ours, theirs = cached(batch, texts), online(batch, texts)
         for span in batch.spans:
@@ -71,10 +81,9 @@ def test_an_interrupted_build_goes_on(tmp_path, paths):
 def test_a_complete_cache_serves_several_runs_at_once(tmp_path, paths):
     target = tiny_target()
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
-    with locked(tmp_path) as alone:
-        assert alone
+    with exclusive(tmp_path):
         build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)  # there is nothing to write
-        with pytest.raises(DataError, match="another process"):
+        with pytest.raises(FolderInUseError, match="another process"):
             build_cache(tmp_path, tiny_target(seed=5), paths, LAYERS, max_bytes=10**8)
 
 
@@ -125,7 +134,7 @@ def test_a_file_made_anew_takes_its_old_place(tmp_path, paths):
     del index["shards"]["features-00000.npy"]
     (tmp_path / "features.json").write_text(json.dumps(index))
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
-    (part,) = share_out(Plan(paths, num_texts=11, num_anchors=99, num_proposals=3, seed=0).step(0, 0), 1, paths)
+    (part,) = partition(BatchSampler(paths, num_texts=11, num_anchors=99, num_proposals=3, seed=0).step(0, 0), 1, paths)
     batch, texts = collate(part, paths, 3), [each.text for each in part]
     ours = CachedFeatures(tmp_path, target, paths, LAYERS)(batch, texts)
     theirs = OnlineFeatures(target, LAYERS)(batch, texts)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockdraft.data import Dialogue, EngineError, LocalEngine, Prompt, Settings
+from blockdraft.data import Conversation, EngineError, GenerationSettings, LocalEngine, Prompt
 from blockdraft.data.local import draw
 from blockdraft.decoding import generate
 from blockdraft.targets import Sampling
@@ -25,7 +25,7 @@ def prompts(num, turns=1):
 
 
 def run(target, settings, found, batch_size=4):
-    dialogues = [Dialogue(prompt, index, target, settings) for index, prompt in enumerate(found)]
+    dialogues = [Conversation(prompt, index, target, settings) for index, prompt in enumerate(found)]
     done = list(LocalEngine(target, settings, batch_size).run(dialogues))
     return sorted(done, key=lambda each: each.index)
 
@@ -53,7 +53,7 @@ def test_the_ends_of_the_unit_interval_are_tokens_of_positive_probability():
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
 def test_greedy_responses_are_those_of_the_decode_loop(batch_size):
     target = tiny_target()
-    settings = Settings(Sampling(0.0), max_new_tokens=20, max_length=80)
+    settings = GenerationSettings(Sampling(0.0), max_new_tokens=20, max_length=80)
     done = run(target, settings, prompts(9), batch_size)
     assert len(done) == 9
     for dialogue in done:
@@ -65,23 +65,25 @@ def test_greedy_responses_are_those_of_the_decode_loop(batch_size):
 
 def test_sampled_responses_do_not_depend_on_what_runs_beside_them():
     target = tiny_target(eos=[0, 3, 4, 5])
-    settings = Settings(max_new_tokens=30, max_length=80)
+    settings = GenerationSettings(max_new_tokens=30, max_length=80)
     found = prompts(12)
     rows = [[dialogue.rows for dialogue in run(target, settings, found, size)] for size in (1, 5, 12)]
     assert rows[0] == rows[1] == rows[2]
     lengths = {len(row.response_ids) for (row,) in rows[0]}
     assert len(lengths) > 3  # some ended, some did not
-    other = [dialogue.rows for dialogue in run(target, Settings(max_new_tokens=30, max_length=80, seed=1), found)]
+    other = [
+        dialogue.rows for dialogue in run(target, GenerationSettings(max_new_tokens=30, max_length=80, seed=1), found)
+    ]
     assert other != rows[0]
 
 
 def test_each_token_is_drawn_from_the_law_of_its_own_prefix():
     """Redo every draw by the definition: one text, one position, the whole distribution function."""
     target = tiny_target()
-    settings = Settings(Sampling(0.8, top_k=9), max_new_tokens=12, max_length=80)
+    settings = GenerationSettings(Sampling(0.8, top_k=9), max_new_tokens=12, max_length=80)
     for dialogue in run(target, settings, prompts(5)):
         row = dialogue.rows[0]
-        seed = Dialogue(dialogue.prompt, 0, target, settings).seed
+        seed = Conversation(dialogue.prompt, 0, target, settings).seed
         uniform = torch.rand(
             settings.max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
         )
@@ -94,7 +96,7 @@ def test_each_token_is_drawn_from_the_law_of_its_own_prefix():
 
 def test_later_turns_stand_on_the_regenerated_history():
     target = tiny_target()
-    settings = Settings(max_new_tokens=40, max_length=200)
+    settings = GenerationSettings(max_new_tokens=40, max_length=200)
     done = run(target, settings, prompts(10, turns=3))
     answered = [dialogue for dialogue in done if len(dialogue.rows) == 3]
     cut = [dialogue for dialogue in done if dialogue.dropped == "cut off before its last turn"]
@@ -113,7 +115,7 @@ def test_later_turns_stand_on_the_regenerated_history():
 
 def test_limits_and_system_messages():
     target = tiny_target()
-    settings = Settings(max_new_tokens=50, max_length=12)
+    settings = GenerationSettings(max_new_tokens=50, max_length=12)
     long = Prompt("long", (" ".join(WORDS[:20]),))
     short = Prompt("short", ("w5 w6",), system="w7")
     done = run(target, settings, [long, short])
@@ -126,16 +128,16 @@ def test_limits_and_system_messages():
 
 def test_a_response_may_end_with_its_first_token():
     target = tiny_target(eos=list(range(3, 40)))
-    done = run(target, Settings(max_new_tokens=5, max_length=40), prompts(6, turns=2), 2)
+    done = run(target, GenerationSettings(max_new_tokens=5, max_length=40), prompts(6, turns=2), 2)
     assert all(len(row.response_ids) == 1 for dialogue in done for row in dialogue.rows)
     assert [len(dialogue.rows) for dialogue in done] == [2] * 6
 
 
 def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
-        LocalEngine(tiny_target(), Settings(), 0)
+        LocalEngine(tiny_target(), GenerationSettings(), 0)
     with pytest.raises(ValueError, match="max_new_tokens"):
-        Settings(max_new_tokens=0)
+        GenerationSettings(max_new_tokens=0)
 
 
 def test_probabilities_that_are_not_numbers_are_refused():
@@ -149,7 +151,11 @@ def test_a_conversation_that_the_template_refuses_is_dropped_and_the_others_go_o
     refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
     try:
         target.tokenizer.chat_template = refuse + usual
-        done = run(target, Settings(max_new_tokens=5, max_length=40), [Prompt("a", ("w5",), system="w6"), *prompts(2)])
+        done = run(
+            target,
+            GenerationSettings(max_new_tokens=5, max_length=40),
+            [Prompt("a", ("w5",), system="w6"), *prompts(2)],
+        )
     finally:
         target.tokenizer.chat_template = usual
     assert done[0].dropped == "refused by the chat template: no system messages"

@@ -5,13 +5,13 @@ import sys
 import pytest
 from transformers.utils.import_utils import is_serve_available
 
-from blockdraft.data.dialogue import Dialogue, Settings
+from blockdraft.data.dialogue import Conversation, GenerationSettings
 from blockdraft.data.prompts import Prompt
 from blockdraft.data.server import ServerEngine
 from blockdraft.decoding import generate
 from blockdraft.pocket.corpus import heldout
 from blockdraft.targets import Sampling, load_target
-from blockdraft.targets.loading import POCKET
+from blockdraft.targets.loading import POCKET_FOLDER
 
 from serving import free_port, law_z, served
 
@@ -32,7 +32,7 @@ def pocket():
 @pytest.fixture
 def url(tmp_path):
     port = free_port()
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(POCKET)]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(POCKET_FOLDER)]
     command += ["--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
     with served(command, port, tmp_path / "log", HF_HOME=str(tmp_path / "hf"), OMP_NUM_THREADS="1") as url:
         yield url
@@ -40,8 +40,8 @@ def url(tmp_path):
 
 def regenerate(pocket, url, prompts, settings):
     """All dialogues, done, and what the engine says of its server."""
-    engine = ServerEngine([url], pocket, settings, model=str(POCKET), concurrency=4)
-    done = list(engine.run([Dialogue(prompt, i, pocket, settings) for i, prompt in enumerate(prompts)]))
+    engine = ServerEngine([url], pocket, settings, model=str(POCKET_FOLDER), concurrency=4)
+    done = list(engine.run([Conversation(prompt, i, pocket, settings) for i, prompt in enumerate(prompts)]))
     assert sorted(dialogue.index for dialogue in done) == list(range(len(prompts)))
     return done, engine.describe()["servers"][0]
 
@@ -52,7 +52,7 @@ def test_rows_from_transformers_serve(pocket, url):
     single = [Prompt(str(i), (question,)) for i, question in enumerate(questions)]
     double = Prompt("double", (questions[0], questions[1]))
 
-    done, used = regenerate(pocket, url, [*single[:2], double], Settings(Sampling(0.0), 100, 500))
+    done, used = regenerate(pocket, url, [*single[:2], double], GenerationSettings(Sampling(0.0), 100, 500))
     assert (used["prompts"], used["token_ids"]) == ("text", "re-tokenised")
     assert used["law_left_to_server"] == []
     rows = [row for dialogue in done for row in dialogue.rows]
@@ -60,7 +60,7 @@ def test_rows_from_transformers_serve(pocket, url):
     for row in rows:
         assert row.response_ids == generate(pocket, None, row.prompt_ids, rule="greedy", max_new_tokens=100).tokens
 
-    done, _ = regenerate(pocket, url, single, Settings(Sampling(1.0), 100, 500))
+    done, _ = regenerate(pocket, url, single, GenerationSettings(Sampling(1.0), 100, 500))
     rows = [row for dialogue in done for row in dialogue.rows]
     assert {dialogue.dropped for dialogue in done} <= {None, *TOKENISED_OTHERWISE}
     assert len(rows) >= len(single) // 2

@@ -8,14 +8,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from blockdraft.data import (
+    Conversation,
     DataError,
-    Dialogue,
     Engine,
     EngineError,
+    GenerationSettings,
     LocalEngine,
     Prompt,
-    Settings,
-    open_paths,
+    open_dataset,
     regenerate,
 )
 from blockdraft.targets import Sampling
@@ -23,7 +23,7 @@ from blockdraft.targets import Sampling
 from killing import killed
 from tiny import tiny_target
 
-SETTINGS = Settings(max_new_tokens=12, max_length=60)
+SETTINGS = GenerationSettings(max_new_tokens=12, max_length=60)
 PROMPTS = [Prompt(f"p{i}", (f"w{5 + i % 30} w7", "w8")[: 1 + i % 2]) for i in range(23)]
 
 
@@ -86,9 +86,9 @@ def test_the_rows_are_all_turns_in_order_and_the_manifest_counts_them(tmp_path):
     assert sum(entry["rows"] for entry in manifest["shards"].values()) == len(found)
     tokens = sum(entry["response_tokens"] for entry in manifest["shards"].values())
     assert tokens == sum(len(row["response_ids"]) for row in found)
-    first = Dialogue(PROMPTS[0], 0, target, SETTINGS)
+    first = Conversation(PROMPTS[0], 0, target, SETTINGS)
     assert found[0]["prompt_ids"] == first.prompt_ids
-    paths = open_paths(tmp_path, target)
+    paths = open_dataset(tmp_path, target)
     assert len(paths) == len(found)
     for index, row in enumerate(found):
         assert paths[index].tolist() == row["prompt_ids"] + row["response_ids"]
@@ -133,9 +133,9 @@ def test_a_finished_folder_asks_the_engine_for_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"settings": Settings(Sampling(0.7), 12, 60)}, "temperature 1.0 there, 0.7 here"),
-        ({"settings": Settings(Sampling(top_k=20), 12, 60)}, "top_k 0 there, 20 here"),
-        ({"settings": Settings(max_new_tokens=12, max_length=60, seed=1)}, "seed 42 there, 1 here"),
+        ({"settings": GenerationSettings(Sampling(0.7), 12, 60)}, "temperature 1.0 there, 0.7 here"),
+        ({"settings": GenerationSettings(Sampling(top_k=20), 12, 60)}, "top_k 0 there, 20 here"),
+        ({"settings": GenerationSettings(max_new_tokens=12, max_length=60, seed=1)}, "seed 42 there, 1 here"),
         ({"prompts": PROMPTS[:-1]}, "num_prompts 23 there, 22 here"),
         ({"shard_size": 4}, "shard_size 5 there, 4 here"),
         ({"engine": Unordered()}, "engine .* there, .*unordered.* here"),
@@ -155,17 +155,17 @@ def test_damage_is_found_and_named(tmp_path):
     shard = tmp_path / "shard-00002.parquet"
     content = shard.read_bytes()
     shard.write_bytes(content[:-20])
-    for reader in (lambda: open_paths(tmp_path), lambda: make(tmp_path)):
+    for reader in (lambda: open_dataset(tmp_path), lambda: make(tmp_path)):
         with pytest.raises(DataError, match=r"shard-00002.parquet is not as it was written"):
             reader()
     altered = bytearray(content)
     altered[len(content) // 2] ^= 1
     shard.write_bytes(altered)
     with pytest.raises(DataError, match=r"shard-00002.parquet is not as it was written"):
-        open_paths(tmp_path)
+        open_dataset(tmp_path)
     shard.unlink()
     with pytest.raises(DataError, match=r"shard-00002.parquet is missing"):
-        open_paths(tmp_path)
+        open_dataset(tmp_path)
 
 
 def test_a_deleted_shard_is_made_anew_as_it_was(tmp_path):
@@ -181,29 +181,29 @@ def test_a_deleted_shard_is_made_anew_as_it_was(tmp_path):
 
 def test_other_folders_and_damaged_manifests_are_refused(tmp_path):
     with pytest.raises(DataError, match="is not a data folder"):
-        open_paths(tmp_path)
+        open_dataset(tmp_path)
     (tmp_path / "other.parquet").touch()
     with pytest.raises(DataError, match="holds Parquet files but no manifest"):
         make(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": 1,')
     with pytest.raises(DataError, match="is damaged"):
-        open_paths(tmp_path)
+        open_dataset(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(DataError, match="has format 99"):
-        open_paths(tmp_path)
+        open_dataset(tmp_path)
 
 
 def test_data_of_another_target_or_template_is_refused(tmp_path):
     target = tiny_target()
     make(tmp_path, target)
     with pytest.raises(DataError, match=r"was sampled from tiny qwen3 .* not from tiny llama"):
-        open_paths(tmp_path, tiny_target("llama"))
+        open_dataset(tmp_path, tiny_target("llama"))
     target = tiny_target()
     usual = target.tokenizer.chat_template
     try:
         target.tokenizer.chat_template = usual + " "
         with pytest.raises(DataError, match="another chat template"):
-            open_paths(tmp_path, target)
+            open_dataset(tmp_path, target)
     finally:
         target.tokenizer.chat_template = usual
 
@@ -213,13 +213,13 @@ def test_an_unfinished_folder_is_opened_only_if_asked(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path, target, engine=Halting(target, SETTINGS, 4, after=12))
     with pytest.raises(DataError, match="has 2 of 5 shards; run the same data regenerate again"):
-        open_paths(tmp_path, target)
-    assert len(open_paths(tmp_path, target, partial=True)) == len(rows(tmp_path))
+        open_dataset(tmp_path, target)
+    assert len(open_dataset(tmp_path, target, partial=True)) == len(rows(tmp_path))
 
 
 def test_texts_longer_than_the_target_reads_and_no_prompts_are_refused(tmp_path):
     with pytest.raises(DataError, match="reads texts of up to 512 tokens"):
-        make(tmp_path, settings=Settings(max_length=513))
+        make(tmp_path, settings=GenerationSettings(max_length=513))
     with pytest.raises(DataError, match="there are no prompts"):
         make(tmp_path, prompts=[])
 

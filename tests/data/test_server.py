@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from blockdraft.data.dialogue import Dialogue, Settings
+from blockdraft.data.dialogue import Conversation, GenerationSettings
 from blockdraft.data.engine import EngineError
 from blockdraft.data.link import Link
 from blockdraft.data.prompts import Prompt
@@ -47,13 +47,13 @@ def after_probe(answer):
 
 def engine_for(target, *servers, settings=None, **options):
     options = {"pause": 0.01, "retries": 3, "timeout": 20, "concurrency": 4} | options
-    return ServerEngine([getattr(s, "url", s) for s in servers], target, settings or Settings(), **options)
+    return ServerEngine([getattr(s, "url", s) for s in servers], target, settings or GenerationSettings(), **options)
 
 
 def regenerate(target, *servers, count=1, turns=("w10 w11",), settings=None, **options):
-    settings = settings or Settings()
+    settings = settings or GenerationSettings()
     engine = engine_for(target, *servers, settings=settings, **options)
-    dialogues = [Dialogue(Prompt(f"p{i}", turns), i, target, settings) for i in range(count)]
+    dialogues = [Conversation(Prompt(f"p{i}", turns), i, target, settings) for i in range(count)]
     return list(engine.run(dialogues))
 
 
@@ -64,10 +64,10 @@ def only(done):
 
 def test_every_field_is_sent(target, serve):
     server = serve()
-    settings = Settings(Sampling(0.7, 5, 0.9), max_new_tokens=50, max_length=60)
+    settings = GenerationSettings(Sampling(0.7, 5, 0.9), max_new_tokens=50, max_length=60)
     dialogue = only(regenerate(target, server, settings=settings))
     (sent,) = server.asked
-    seed = Dialogue(Prompt("p0", ("w10 w11",)), 0, target, settings).seed % 2**31
+    seed = Conversation(Prompt("p0", ("w10 w11",)), 0, target, settings).seed % 2**31
     assert sent == {
         "model": "tiny",
         "prompt": dialogue.rows[0].prompt_ids,
@@ -109,7 +109,7 @@ def test_the_whole_vocabulary_is_asked_for_as_minus_one(target, serve):
 
 def test_the_budget_shrinks_with_the_prompt(target, serve):
     server = serve()
-    regenerate(target, server, turns=("w10", "w11"), settings=Settings(max_new_tokens=10, max_length=16))
+    regenerate(target, server, turns=("w10", "w11"), settings=GenerationSettings(max_new_tokens=10, max_length=16))
     assert [body["max_tokens"] for body in server.asked] == [min(10, 16 - len(b["prompt"])) for b in server.asked]
     assert server.asked[1]["max_tokens"] < 10
 
@@ -168,7 +168,7 @@ DROPS = {
 @pytest.mark.parametrize("reason", DROPS)
 def test_rows_that_cannot_be_told_are_dropped(reason, target, serve):
     server = serve(after_probe(lambda body, _: completion(body, **DROPS[reason])))
-    dialogue = only(regenerate(target, server, settings=Settings(max_new_tokens=8)))
+    dialogue = only(regenerate(target, server, settings=GenerationSettings(max_new_tokens=8)))
     assert (dialogue.dropped, dialogue.rows) == (reason, [])
 
 
@@ -242,7 +242,7 @@ def test_a_dropped_turn_leaves_the_earlier_rows(target, serve):
 
 def test_a_dialogue_with_nothing_to_ask_comes_back_at_once(target, serve):
     server = serve()
-    dialogue = only(regenerate(target, server, settings=Settings(max_length=3)))
+    dialogue = only(regenerate(target, server, settings=GenerationSettings(max_length=3)))
     assert dialogue.dropped == "prompt too long"
     assert server.asked == []
 
@@ -298,7 +298,7 @@ def test_a_server_that_asks_for_time_gets_it(target, serve, monkeypatch):
 def test_garbage_is_an_error_that_shows_it(garbage, shown, target, serve):
     server = serve(after_probe(lambda body, n: completion(body, [7, EOS]) if n == 1 else (200, garbage)))
     engine = engine_for(target, server, concurrency=1)
-    run = engine.run([Dialogue(Prompt(f"p{i}", ("w10",)), i, target, Settings()) for i in range(3)])
+    run = engine.run([Conversation(Prompt(f"p{i}", ("w10",)), i, target, GenerationSettings()) for i in range(3)])
     assert next(run).rows[0].response_ids == [7, EOS]
     with pytest.raises(EngineError, match=shown) as caught:
         next(run)
@@ -310,7 +310,7 @@ def test_garbage_is_an_error_that_shows_it(garbage, shown, target, serve):
 def test_replies_that_came_before_the_error_was_seen_are_kept(target, serve):
     server = serve(lambda body, number: (200, "hm") if number == 2 else completion(body, [7, EOS]))
     engine = engine_for(target, server, concurrency=1, retries=0)
-    run = engine.run([Dialogue(Prompt(f"p{i}", ("w10",)), i, target, Settings()) for i in range(3)])
+    run = engine.run([Conversation(Prompt(f"p{i}", ("w10",)), i, target, GenerationSettings()) for i in range(3)])
     assert next(run).index == 0
     outcomes = run.gi_frame.f_locals["work"].outcomes
     while outcomes.qsize() < 2:
@@ -360,7 +360,7 @@ def test_when_no_server_is_left_the_finished_dialogues_are_kept(target, serve):
 
     first, second = serve(dies_after(3)), serve(dies_after(3))
     run = engine_for(target, first, second, concurrency=1).run(
-        [Dialogue(Prompt(f"p{i}", ("w10",)), i, target, Settings()) for i in range(9)]
+        [Conversation(Prompt(f"p{i}", ("w10",)), i, target, GenerationSettings()) for i in range(9)]
     )
     assert [next(run).dropped for _ in range(4)] == [None] * 4
     with pytest.raises(EngineError, match="no server is left") as caught:
@@ -372,7 +372,10 @@ def test_when_no_server_is_left_the_finished_dialogues_are_kept(target, serve):
 def test_a_row_that_the_server_fails_on_is_dropped(target, serve):
     server = serve(lambda body, _: (500, "too odd") if 30 in body["prompt"] else completion(body, [7, EOS]))
     engine = engine_for(target, server)
-    dialogues = [Dialogue(Prompt(word, (word,)), i, target, Settings()) for i, word in enumerate(("w10", "w30", "w11"))]
+    dialogues = [
+        Conversation(Prompt(word, (word,)), i, target, GenerationSettings())
+        for i, word in enumerate(("w10", "w30", "w11"))
+    ]
     dropped = {d.prompt.id: d.dropped for d in engine.run(dialogues)}
     assert dropped == {"w10": None, "w11": None, "w30": "the server failed on it: 500: too odd"}
 
@@ -461,7 +464,7 @@ CORE |= {"presence_penalty", "frequency_penalty"}
 
 def test_a_server_that_takes_a_generation_config_gets_the_law_in_it(target, serve):
     server = serve(strict(CORE | {"generation_config"}, ids=False))
-    settings = Settings(Sampling(0.7, 5, 0.9), max_new_tokens=50)
+    settings = GenerationSettings(Sampling(0.7, 5, 0.9), max_new_tokens=50)
     dialogue = only(regenerate(target, server, settings=settings))
     assert dialogue.rows[0].response_ids == [*WORDS, EOS]
     sent = server.requests[-1]
@@ -543,7 +546,7 @@ def test_closing_the_iterator_ends_the_requests_under_way(target, serve):
     server = serve(answer)
     engine = engine_for(target, server, concurrency=4)
     before = set(threading.enumerate())
-    run = engine.run([Dialogue(Prompt(f"p{i}", ("w10",)), i, target, Settings()) for i in range(20)])
+    run = engine.run([Conversation(Prompt(f"p{i}", ("w10",)), i, target, GenerationSettings()) for i in range(20)])
     next(run)
     senders = [t for t in threading.enumerate() if t not in before and "_serve" in t.name]
     assert len(senders) == 4

@@ -7,8 +7,7 @@ import torch
 
 from blockdraft.decoding import generate
 from blockdraft.drafters import DrafterConfig, build_drafter
-from blockdraft.targets import Target, load_target
-from blockdraft.targets.loading import EMBEDDED
+from blockdraft.targets import EMBEDDED, Target, load_target
 
 from tiny import overfit
 

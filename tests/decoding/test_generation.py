@@ -113,7 +113,7 @@ def models_after(target, drafter, prompt, anchor, temperature=1.0, draft_tempera
         return Sampling(temperature).probs(target.logits(target.forward(ids).hidden[:, -1]))[0].double()
 
     @functools.cache
-    def draft_law(prefix):
+    def draft_probs_of(prefix):
         features = target.forward(torch.tensor([[*prompt, anchor]]), layers=drafter.config.target_layers).features
         position = torch.tensor([len(prompt)])
         hidden = drafter(features, torch.tensor([anchor]), Anchors.of(torch.zeros_like(position), position), target)
@@ -124,7 +124,7 @@ def models_after(target, drafter, prompt, anchor, temperature=1.0, draft_tempera
             logits = logits[:, : k + 1] + markov[0] @ markov[1].T
         return (logits[0, k].float() / draft_temperature).softmax(-1).double().detach()
 
-    return target_law, draft_law
+    return target_law, draft_probs_of
 
 
 @pytest.mark.parametrize(("kind", "changes"), DRAFTERS, ids=IDS)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from blockdraft.data import Dialogue, LocalEngine, Prompt, ServerEngine, Settings
+from blockdraft.data import Conversation, GenerationSettings, LocalEngine, Prompt, ServerEngine
 from blockdraft.decoding import generate
 from blockdraft.targets import Sampling, load_target
 
@@ -44,7 +44,7 @@ def regenerate(target, url, settings, count, turns=1):
     dialogues = []
     for i in range(count):
         questions = tuple(QUESTIONS[(i + turn) % len(QUESTIONS)] for turn in range(turns))
-        dialogues.append(Dialogue(Prompt(str(i), questions), i, target, settings))
+        dialogues.append(Conversation(Prompt(str(i), questions), i, target, settings))
     start = time.monotonic()
     done = list(engine.run(dialogues))
     seconds = time.monotonic() - start
@@ -54,7 +54,7 @@ def regenerate(target, url, settings, count, turns=1):
 
 
 def test_greedy_rows_are_the_targets_own(smollm2, url):
-    done, _ = regenerate(smollm2, url, Settings(Sampling(0.0), 48, 512), len(QUESTIONS), turns=2)
+    done, _ = regenerate(smollm2, url, GenerationSettings(Sampling(0.0), 48, 512), len(QUESTIONS), turns=2)
     rows = [row for dialogue in done for row in dialogue.rows]
     assert len(rows) > len(QUESTIONS)
     for row in rows:
@@ -63,14 +63,14 @@ def test_greedy_rows_are_the_targets_own(smollm2, url):
 
 
 def test_sampled_rows_follow_the_law(smollm2, url):
-    done, speed = regenerate(smollm2, url, Settings(Sampling(1.0), 64, 512), 2 * CONCURRENCY)
+    done, speed = regenerate(smollm2, url, GenerationSettings(Sampling(1.0), 64, 512), 2 * CONCURRENCY)
     rows = [row for dialogue in done for row in dialogue.rows]
     z = law_z(smollm2, rows)
     num_tokens = sum(len(row.response_ids) for row in rows)
     print(f"\n{len(rows)} rows, {num_tokens} tokens at temperature 1: z = {z:.2f}")
     print(f"vLLM: {speed:.1f} tokens/s at concurrency {CONCURRENCY}")
-    settings = Settings(Sampling(1.0), 64, 512)
-    again = [Dialogue(each.prompt, each.index, smollm2, settings) for each in done]
+    settings = GenerationSettings(Sampling(1.0), 64, 512)
+    again = [Conversation(each.prompt, each.index, smollm2, settings) for each in done]
     start = time.monotonic()
     ours = sum(dialogue.num_tokens for dialogue in LocalEngine(smollm2, settings, CONCURRENCY).run(again))
     print(f"the local engine, same prompts, the server idle: {ours / (time.monotonic() - start):.1f} tokens/s")
@@ -78,7 +78,7 @@ def test_sampled_rows_follow_the_law(smollm2, url):
 
 
 def test_another_law_is_sampled_when_asked_for_and_seen(smollm2, url):
-    done, _ = regenerate(smollm2, url, Settings(Sampling(1.0, top_k=5), 64, 512), CONCURRENCY)
+    done, _ = regenerate(smollm2, url, GenerationSettings(Sampling(1.0, top_k=5), 64, 512), CONCURRENCY)
     z = law_z(smollm2, [row for dialogue in done for row in dialogue.rows])
     print(f"\ntop-k 5 against the whole vocabulary: z = {z:.2f}")
     assert z > 4

@@ -12,7 +12,7 @@ from blockdraft.decoding import generate
 from blockdraft.drafters import DrafterConfig, build_drafter, save_drafter
 from blockdraft.evaluation import Candidate, Evaluation, EvaluationError, Protocol, Task, read_results, read_traces
 from blockdraft.evaluation.about import load_candidates
-from blockdraft.evaluation.conversation import Way, converse, seed_of
+from blockdraft.evaluation.conversation import DecodingSetup, converse, seed_of
 from blockdraft.evaluation.dynamics import fixed_blocks, training_dynamics
 from blockdraft.evaluation.tracing import _texts
 from blockdraft.targets import load_target
@@ -258,7 +258,7 @@ def test_pieces_of_a_character_wait_for_its_last_one():
 def test_a_conversation_that_outgrows_the_target_ends_early():
     target = tiny_target(dtype=torch.float32, eos=None)
     long = Prompt("p", ("w5 w6", "w7 " * 20, "w8"))
-    way = Way(None, "greedy", 0.0)
+    way = DecodingSetup(None, "greedy", 0.0)
     answers = converse(target, None, long, way, temperature=1.0, max_new_tokens=24, max_length=64, seed=0)
     assert len(answers) == 1
 
@@ -319,11 +319,11 @@ def test_dynamics_of_a_run_that_kept_its_epochs(tmp_path):
 
 def test_dynamics_of_a_drafter_equal_to_its_target(tmp_path):
     """One draw per block keeps all of it; accuracy is that of the likeliest token."""
-    from blockdraft.data import open_paths
+    from blockdraft.data import open_dataset
     from blockdraft.evaluation.dynamics import measure
 
     target = bigram_target()
-    paths = open_paths(runs.make_data(tmp_path / "data", target), target)
+    paths = open_dataset(runs.make_data(tmp_path / "data", target), target)
     chosen = fixed_blocks(paths, 8, 3, B, seed=0)
     accuracy, length = measure(target, same_law(target), paths, chosen, seed=0)
     assert length == B

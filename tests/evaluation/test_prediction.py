@@ -18,7 +18,7 @@ def tree(toy_, rule, budget):
     """Exact expectation of (rounds, tokens, accepted) by following every draft, verdict and correction."""
     size = toy_.block_size
 
-    def draft_law(text):
+    def draft_probs_of(text):
         return [toy_.drafter((0,) * (len(text) % 2) + (1,) * i) for i in range(size)]  # depends on where it starts
 
     @functools.cache
@@ -26,7 +26,7 @@ def tree(toy_, rule, budget):
         if text[-1] == END or len(text) >= budget:
             return np.zeros(2)
         total = np.zeros(2)
-        qs = draft_law(text)
+        qs = draft_probs_of(text)
         for block in toy_.blocks().tolist():
             chance = float(torch.stack([q[x] for q, x in zip(qs, block, strict=True)]).prod())
             cut = block.index(END) + 1 if END in block else size
@@ -48,7 +48,7 @@ def tree(toy_, rule, budget):
         return total
 
     first = target_law(toy_, ())
-    return sum(float(first[token]) * follow((token,)) for token in range(toy_.vocab_size)), draft_law
+    return sum(float(first[token]) * follow((token,)) for token in range(toy_.vocab_size)), draft_probs_of
 
 
 def target_law(toy_, text):
@@ -60,7 +60,7 @@ def target_law(toy_, text):
 def test_expected_rounds_over_all_texts_are_those_of_the_process(rule, zeros):
     toy_ = toy("independent", zeros=zeros, seed=3, vocab_size=3, block_size=2)
     budget = 4
-    wanted, draft_law = tree(toy_, rule, budget)
+    wanted, draft_probs_of = tree(toy_, rule, budget)
     found = np.zeros(2)
 
     def texts(text, chance):
@@ -81,7 +81,7 @@ def test_expected_rounds_over_all_texts_are_those_of_the_process(rule, zeros):
         shape = (num_starts, toy_.block_size)
         log_q, log_p, valid = np.full(shape, -np.inf), np.zeros(shape), np.zeros(shape, bool)
         for start in range(num_starts):
-            qs = draft_law(text[: start + 1])
+            qs = draft_probs_of(text[: start + 1])
             for i in range(toy_.block_size):
                 at = start + 1 + i
                 if at < len(text):

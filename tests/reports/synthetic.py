@@ -10,7 +10,7 @@ from blockdraft.evaluation.results import (
     DrafterAbout,
     Dynamics,
     DynamicsPoint,
-    Estimate,
+    Interval,
     Results,
     TaskAbout,
     TemperaturePoint,
@@ -103,9 +103,9 @@ def write(folder: Path, found: Results, traced: Traces | None = None) -> Path:
     return folder
 
 
-def estimate(value: float, spread: float = 0.1) -> Estimate:
+def estimate(value: float, spread: float = 0.1) -> Interval:
     """With a symmetric interval."""
-    return Estimate(value=value, low=value - spread, high=value + spread)
+    return Interval(value=value, low=value - spread, high=value + spread)
 
 
 def _about(name: str, kind: str, label: str) -> DrafterAbout:
@@ -149,9 +149,9 @@ def _cell(name: str, kind: str, label: str, rule: str, choice: str, task: str, s
 
 
 def _average(cells: list[Cell]) -> Average:
-    def mean(field: str) -> Estimate:
+    def mean(field: str) -> Interval:
         values = [getattr(cell, field) for cell in cells]
-        return Estimate(**{k: sum(getattr(v, k) for v in values) / len(values) for k in ("value", "low", "high")})
+        return Interval(**{k: sum(getattr(v, k) for v in values) / len(values) for k in ("value", "low", "high")})
 
     first = cells[0]
     return Average(

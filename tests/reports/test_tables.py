@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from blockdraft.reports import Table, read_evaluations, tables
-from blockdraft.reports.table import MISSING, Column, Row, Value, best_in_columns
+from blockdraft.reports.table import MISSING, CellValue, Column, TableRow, best_in_columns
 
 import synthetic
 
@@ -118,18 +118,20 @@ def test_markdown(found):
 
 def test_ties_as_shown_are_all_best():
     values = [
-        Value("4.00", 4.004, ranked=True),
-        Value("4.00", 3.996, ranked=True),
-        Value("3.99", 3.99, ranked=True),
+        CellValue("4.00", 4.004, ranked=True),
+        CellValue("4.00", 3.996, ranked=True),
+        CellValue("3.99", 3.99, ranked=True),
         MISSING,
     ]
-    marked = best_in_columns([Row((str(i),), (value,)) for i, value in enumerate(values)], 0)
+    marked = best_in_columns([TableRow((str(i),), (value,)) for i, value in enumerate(values)], 0)
     assert [row.values[0].best for row in marked] == [True, True, False, False]
 
 
 def hostile() -> Table:
     text = r"50% & $x_1^2$ #{a}~\b|<i>"
-    return Table("odd", text, text, (text,), (Column((text, "τ"), "k"),), (Row((text,), (Value("1.00×", 1.0),)),))
+    return Table(
+        "odd", text, text, (text,), (Column((text, "τ"), "k"),), (TableRow((text,), (CellValue("1.00×", 1.0),)),)
+    )
 
 
 def test_hostile_text_is_escaped():

@@ -2,8 +2,7 @@
 
 import torch
 
-from blockdraft.targets import fingerprint, load_target
-from blockdraft.targets.fingerprint import template_fingerprint
+from blockdraft.targets import fingerprint, load_target, template_fingerprint
 
 from tiny import tiny_model, tiny_target
 

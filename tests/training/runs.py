@@ -2,7 +2,7 @@
 
 import torch
 
-from blockdraft.data import LocalEngine, Prompt, Settings, regenerate
+from blockdraft.data import GenerationSettings, LocalEngine, Prompt, regenerate
 from blockdraft.training import Recipe, Trainer
 from blockdraft.training.recipe import override, parse
 
@@ -21,7 +21,7 @@ def target():
 
 def make_data(folder, model=None, num=36, **changes):
     model = model or target()
-    settings = Settings(max_new_tokens=16, max_length=60, **changes)
+    settings = GenerationSettings(max_new_tokens=16, max_length=60, **changes)
     prompts = [Prompt(f"p{i}", (f"w{5 + i % 30} w{6 + i % 7}",)) for i in range(num)]
     regenerate(prompts, model, LocalEngine(model, settings, 8), settings, folder, shard_size=20)
     return folder

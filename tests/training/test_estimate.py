@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockdraft.data import OnlineFeatures, Paths, Row, build_cache
+from blockdraft.data import Completion, OnlineFeatures, TextDataset, build_cache
 from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.targets import load_target, target_shape
 from blockdraft.training import estimate, load_recipe
@@ -41,7 +41,7 @@ def test_smollm2_is_as_it_is_said_to_be():
 
 def test_a_feature_cache_takes_what_was_said(tmp_path):
     target = load_target("pocket")
-    paths = Paths.of([Row("a", list(range(10, 30)), list(range(30, 70)), "stop")] * 5)
+    paths = TextDataset.of([Completion("a", list(range(10, 30)), list(range(30, 70)), "stop")] * 5)
     recipe = load_recipe("pocket-dflash-bv")
     layers = target.feature_layers(recipe.drafter.num_features)
     build_cache(tmp_path, target, paths, layers, max_bytes=10**9)

@@ -12,9 +12,9 @@ import torch
 import torch.multiprocessing
 from safetensors.torch import load_file
 
-from blockdraft.atomic import locked
 from blockdraft.data import DataError
 from blockdraft.drafters import load_drafter
+from blockdraft.files import FolderInUseError, exclusive
 from blockdraft.targets import Sampling
 from blockdraft.training import RecipeError, Trainer, load_recipe, shipped_names
 from blockdraft.training.checkpoints import Checkpoints
@@ -326,7 +326,7 @@ def test_only_one_trainer_works_in_a_folder(tmp_path, data):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6}\n')  # logged by the one that is at work
     before = lines(tmp_path)
-    with locked(tmp_path), pytest.raises(RecipeError, match="another process trains"):
+    with exclusive(tmp_path), pytest.raises(FolderInUseError, match="another process is writing"):
         train(data, tmp_path, "optimizer.max_steps=5")
     assert lines(tmp_path) == before
 

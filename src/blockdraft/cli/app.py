@@ -99,9 +99,9 @@ def main() -> None:
 
 def _mistakes() -> tuple[type[Exception], ...]:
     from blockdraft.data import DataError, EngineError, PromptError
+    from blockdraft.distributed import DeviceError
     from blockdraft.drafters import CheckpointError
     from blockdraft.evaluation import EvaluationError
-    from blockdraft.processes import DeviceError
     from blockdraft.targets import UnsupportedTargetError
     from blockdraft.training import RecipeError
 

@@ -44,14 +44,14 @@ def prompts(
     """Choose prompts: without repetition, within limits, the same ones for the same seed, some held out."""
     from blockdraft.data import write_prompts
     from blockdraft.data.selection import Limits, draw, select
-    from blockdraft.data.sources import POCKET, pocket_prompts, read_source
+    from blockdraft.data.sources import POCKET_SOURCE, pocket_prompts, read_source
 
     if heldout_out is not None and not heldout:
         raise typer.BadParameter("nothing is held out; say how many with --heldout", param_hint="--heldout-out")
     heldout_out = heldout_out or out.with_name(f"{out.stem}.heldout.jsonl")
     _check_paths(source, out, heldout_out)
     limits = Limits(min_chars, max_chars, min_turns, max_turns)
-    if source == POCKET:
+    if source == POCKET_SOURCE:
         if num is None:
             raise typer.BadParameter("pocket's generator never ends; say how many prompts to keep", param_hint="--num")
         if split is not None:
@@ -106,7 +106,7 @@ def regenerate(
     Stop it at any moment; the same command goes on.
     """
     from blockdraft.cli.progress import Bar
-    from blockdraft.data import Engine, LocalEngine, ServerEngine, Settings, read_prompts
+    from blockdraft.data import Engine, GenerationSettings, LocalEngine, ServerEngine, read_prompts
     from blockdraft.data import regenerate as run
     from blockdraft.data.store import totals
     from blockdraft.targets import Sampling, load_target
@@ -119,7 +119,9 @@ def regenerate(
     chosen = read_prompts(prompts)[:limit]
     loaded = load_target(target, device=device, dtype=precision(dtype))
     longest = getattr(loaded.config, "max_position_embeddings", None) or 3072
-    settings = Settings(Sampling(temperature, top_k, top_p), max_new_tokens, max_length or min(3072, longest), seed)
+    settings = GenerationSettings(
+        Sampling(temperature, top_k, top_p), max_new_tokens, max_length or min(3072, longest), seed
+    )
     sampler: Engine = LocalEngine(loaded, settings, batch_size)
     if server:
         sampler = ServerEngine(
@@ -153,18 +155,18 @@ def inspect(
 
     Exits with 2 if they do not.
     """
-    from blockdraft.cli.inspection import Report
-    from blockdraft.data import DataError, check_law, open_paths
+    from blockdraft.cli.inspection import DataSummary
+    from blockdraft.data import DataError, check_sampling, open_dataset
     from blockdraft.data.store import read_manifest
     from blockdraft.targets import load_target
 
     manifest = read_manifest(folder)
     model = load_target(target or manifest["about"]["target"], device=device, dtype=precision(dtype))
-    paths = open_paths(folder, model, partial=True)
+    paths = open_dataset(folder, model, partial=True)
     if len(paths) == 0:
         raise DataError(f"{folder} has no rows yet")
-    law = check_law(paths, model, num_tokens=tokens, seed=seed) if check else None
-    report = Report(folder, paths, model, law)
+    law = check_sampling(paths, model, num_tokens=tokens, seed=seed) if check else None
+    report = DataSummary(folder, paths, model, law)
     if as_json:
         json.dump(report.to_dict(), sys.stdout, indent=2)
         print()

@@ -76,9 +76,9 @@ def evaluate(
     Stop it at any moment; the same command goes on. Under torchrun the prompts are shared out.
     """
     from blockdraft.cli.progress import Stages
+    from blockdraft.distributed import Distributed
     from blockdraft.evaluation import Evaluation, Protocol, load_candidates, load_tasks
     from blockdraft.evaluation.protocol import GRID, as_rules
-    from blockdraft.processes import Processes
     from blockdraft.targets import load_target
     from blockdraft.verification import RULES
 
@@ -88,15 +88,15 @@ def evaluate(
         dynamics_texts=dynamics_texts,
     )  # fmt: skip
     chosen = load_tasks(tasks, folder=prompts, num_prompts=num_prompts, seed=seed)
-    processes = Processes(device)
+    processes = Distributed(device)
     try:
         loaded = load_target(target, device=processes.device, dtype=precision(dtype))
         candidates = load_candidates(drafter, loaded)
-        with Stages(shown=processes.first) as stages:
+        with Stages(shown=processes.is_main) as stages:
             results = Evaluation(loaded, candidates, chosen, protocol, out, processes, stages.show).run()
     finally:
         processes.close()
-    if not processes.first:
+    if not processes.is_main:
         return
     if as_json:
         print(results.model_dump_json(indent=2))

@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from blockdraft.data import LawCheck, Paths
+from blockdraft.data import SamplingCheck, TextDataset
 from blockdraft.data.store import totals
 from blockdraft.targets import Target
 
 QUANTILES = {"shortest": 0.0, "a tenth below": 0.1, "half below": 0.5, "nine tenths below": 0.9, "longest": 1.0}
 
 
-class Report:
+class DataSummary:
     """Counts, lengths, samples, and the check of the law."""
 
-    def __init__(self, folder: Path, paths: Paths, target: Target, law: LawCheck | None) -> None:
+    def __init__(self, folder: Path, paths: TextDataset, target: Target, law: SamplingCheck | None) -> None:
         self.folder, self.paths, self.target, self.law = folder, paths, target, law
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Report:
         if self.law is not None:
             self._law(console, self.law)
 
-    def _law(self, console: Console, law: LawCheck) -> None:
+    def _law(self, console: Console, law: SamplingCheck) -> None:
         console.print(
             f"{law.num_tokens:,} tokens: mean log-probability {law.mean_log_prob:.4f}, minus the entropy "
             f"{-law.mean_entropy:.4f}, z = {law.z:+.1f}"

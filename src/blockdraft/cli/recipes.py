@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from blockdraft.training import Estimate
+    from blockdraft.training import ResourceEstimate
 
 recipes = typer.Typer(no_args_is_help=True, help="Training recipes: list, show, validate.")
 
@@ -46,7 +46,7 @@ def validate(recipes: Annotated[list[str], typer.Argument(metavar="RECIPE...")])
 def estimate(
     recipe: RecipeName,
     assignments: Assignments = None,
-    devices: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, help="Distributed that train together.")] = 1,
     texts: Annotated[int, typer.Option(min=1, help="Texts to train on, if data.path is not set.")] = 100_000,
     tokens_per_text: Annotated[
         float, typer.Option(min=1, help="Mean length, prompt included, if data.path is not set.")
@@ -71,7 +71,7 @@ def estimate(
         _show(found, texts, tokens_per_text)
 
 
-def _show(found: "Estimate", texts: int, tokens_per_text: float) -> None:
+def _show(found: "ResourceEstimate", texts: int, tokens_per_text: float) -> None:
     from rich.console import Console
     from rich.table import Table
 

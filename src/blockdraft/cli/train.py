@@ -22,14 +22,14 @@ def train(
 ) -> None:
     """Train a drafter. An interrupted run goes on with the same command; also under torchrun."""
     from blockdraft.cli.progress import TrainingBar
-    from blockdraft.processes import Processes
+    from blockdraft.distributed import Distributed
     from blockdraft.targets import load_target
     from blockdraft.training import Trainer, load_recipe
     from blockdraft.training.dry_run import dry_run as check
     from blockdraft.training.trainer import StoppedError, TrainingError
 
     loaded = load_recipe(recipe, assignments)
-    processes = Processes(loaded.runtime.device)
+    processes = Distributed(loaded.runtime.device)
     run = out or Path("runs") / Path(recipe).stem
     try:
         target = load_target(
@@ -38,23 +38,23 @@ def train(
         )  # fmt: skip
         if dry_run:
             for line in check(loaded, target, processes):
-                if processes.first:
+                if processes.is_main:
                     print(line)
             return
         trainer = Trainer(loaded, target, run, processes)
-        with TrainingBar(run.name, trainer.num_steps, trainer.step, shown=processes.first) as bar:
+        with TrainingBar(run.name, trainer.num_steps, trainer.step, shown=processes.is_main) as bar:
             measured = trainer.run(bar.show)
     except StoppedError as stopped:
-        if processes.first:
+        if processes.is_main:
             print(stopped, file=sys.stderr)
         raise typer.Exit(143) from None
     except TrainingError as error:
-        if processes.first:
+        if processes.is_main:
             print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     finally:
         processes.close()
-    if not processes.first:
+    if not processes.is_main:
         return
     if as_json:
         json.dump({"run": str(run), "step": trainer.step} | measured, sys.stdout, indent=2)

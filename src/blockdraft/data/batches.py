@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockdraft.data.paths import Paths
+from blockdraft.data.paths import TextDataset
 from blockdraft.data.store import DataError
 from blockdraft.drafters import Anchors
 from blockdraft.targets import Span
@@ -24,7 +24,7 @@ ORDER, ANCHORS = 1, 2
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TextAnchors:
     """A text and the anchors taken from it, counted from its first token, in order."""
 
     text: int
@@ -70,7 +70,7 @@ class Batch:
         return Batch(self.tokens.to(device), self.spans, anchors, self.path.to(device), self.valid.to(device))
 
 
-class Plan:
+class BatchSampler:
     """What every step of every epoch trains on.
 
     An epoch is a random order of all texts that have an anchor, cut into steps of
@@ -80,7 +80,7 @@ class Plan:
 
     def __init__(
         self,
-        paths: Paths,
+        paths: TextDataset,
         *,
         num_texts: int,
         num_anchors: int,
@@ -88,7 +88,7 @@ class Plan:
         seed: int,
         full_blocks: bool = False,
     ) -> None:
-        """Plan over paths.
+        """BatchSampler over paths.
 
         Args:
             paths: the data.
@@ -116,7 +116,7 @@ class Plan:
         """The texts of an epoch, in order."""
         return np.random.default_rng([self.seed, ORDER, epoch]).permutation(self.texts)
 
-    def step(self, epoch: int, step: int) -> list[Chosen]:
+    def step(self, epoch: int, step: int) -> list[TextAnchors]:
         """Texts and anchors of one step, counted from 0 within its epoch."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"an epoch has {self.steps_per_epoch} steps; there is no step {step}")
@@ -127,17 +127,17 @@ class Plan:
         owner = np.searchsorted(ends, drawn, side="right")
         within = drawn - (ends - self.num_eligible[texts])[owner]
         return [
-            Chosen(int(text), self.paths.prompt_lengths[text] + within[owner == place])
+            TextAnchors(int(text), self.paths.prompt_lengths[text] + within[owner == place])
             for place, text in enumerate(texts)
         ]
 
 
-def share_out(chosen: Sequence[Chosen], num_parts: int, paths: Paths) -> list[list[Chosen]]:
+def partition(chosen: Sequence[TextAnchors], num_parts: int, paths: TextDataset) -> list[list[TextAnchors]]:
     """The texts of a step in parts of about equal work; texts without anchors are left out.
 
     Longest work first, each to the part with the least so far. Some parts are empty if there are fewer texts.
     """
-    parts: list[list[Chosen]] = [[] for _ in range(num_parts)]
+    parts: list[list[TextAnchors]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
     lengths = paths.lengths
     work = {each.text: int(lengths[each.text]) + 8 * len(each.anchors) for each in chosen}
@@ -155,7 +155,7 @@ def pack(lengths: Sequence[int]) -> list[Span]:
     return [Span(0, end - length, end) for length, end in zip(lengths, ends, strict=True)]
 
 
-def collate(chosen: Sequence[Chosen], paths: Paths, num_proposals: int) -> Batch:
+def collate(chosen: Sequence[TextAnchors], paths: TextDataset, num_proposals: int) -> Batch:
     """Tensors for these texts and anchors."""
     texts = [torch.from_numpy(paths[each.text].astype(np.int64)) for each in chosen]
     ends = [int(each.anchors.max()) + num_proposals + 1 for each in chosen]

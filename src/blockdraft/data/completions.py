@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from blockdraft.data.dialogue import Dialogue
+from blockdraft.data.dialogue import Conversation
 from blockdraft.targets import Target
 
 ESSENTIAL = frozenset({"temperature", "top_p", "max_tokens"})
@@ -19,7 +19,7 @@ LAW = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_pe
 LARGEST_SEED = 2**31
 
 
-class Way(StrEnum):
+class PromptFormat(StrEnum):
     """How the prompt reaches the target, most exact first."""
 
     IDS = "token ids"
@@ -38,12 +38,12 @@ class Ask:
     text: the prompt as text, which tokenises to the very prompt; None if it does not, or is not needed.
     """
 
-    dialogue: Dialogue
+    dialogue: Conversation
     text: str | None = None
 
 
 @dataclass(frozen=True)
-class Form:
+class RequestFormat:
     """How one server is spoken to.
 
     way: of the prompt.
@@ -51,13 +51,13 @@ class Form:
     config: send transformers' generation_config, which carries top_k for servers that refuse it by name.
     """
 
-    way: Way
+    way: PromptFormat
     refused: frozenset[str] = frozenset()
     config: bool = False
 
     @property
     def path(self) -> str:
-        return "/chat/completions" if self.way is Way.CHAT else "/completions"
+        return "/chat/completions" if self.way is PromptFormat.CHAT else "/completions"
 
     @property
     def unsent(self) -> tuple[str, ...]:
@@ -72,27 +72,27 @@ class Form:
             fields["generation_config"] = json.dumps(_generation_config(ask))
         return fields
 
-    def without(self, reason: str, ask: Ask) -> "Form | None":
+    def without(self, reason: str, ask: Ask) -> "RequestFormat | None":
         """The form to try after a refusal: less the fields it names, or less all that it may mean."""
         sent = set(_sampling(self.way, ask)) - self.refused - ESSENTIAL
         named = frozenset(name for name in sent if re.search(rf"\b{name}\b", reason))
         if self.config and "generation_config" in reason:
-            return Form(self.way, self.refused)
+            return RequestFormat(self.way, self.refused)
         if named or sent:
             refused = self.refused | (named or sent)
-            return Form(self.way, refused, self.config or "top_k" in refused - self.refused)
-        return Form(self.way, self.refused) if self.config else None
+            return RequestFormat(self.way, refused, self.config or "top_k" in refused - self.refused)
+        return RequestFormat(self.way, self.refused) if self.config else None
 
 
-def _prompt(way: Way, ask: Ask) -> dict[str, Any]:
-    if way is Way.IDS:
+def _prompt(way: PromptFormat, ask: Ask) -> dict[str, Any]:
+    if way is PromptFormat.IDS:
         return {"prompt": ask.dialogue.prompt_ids}
-    if way is Way.TEXT:
+    if way is PromptFormat.TEXT:
         return {"prompt": ask.text}
     return {"messages": ask.dialogue.messages}
 
 
-def _sampling(way: Way, ask: Ask) -> dict[str, Any]:
+def _sampling(way: PromptFormat, ask: Ask) -> dict[str, Any]:
     """Every field by which one of the known servers changes the law, the end or the form of a response."""
     dialogue, law = ask.dialogue, ask.dialogue.settings.sampling
     fields: dict[str, Any] = {
@@ -113,14 +113,14 @@ def _sampling(way: Way, ask: Ask) -> dict[str, Any]:
         "stop_token_ids": sorted(dialogue.target.eos_ids),
         "ignore_eos": False,
         "stream": False,
-        "logprobs": False if way is Way.CHAT else None,
+        "logprobs": False if way is PromptFormat.CHAT else None,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "include_stop_str_in_output": True,
         "no_stop_trim": True,
         "return_token_ids": True,
     }
-    if way is Way.CHAT:
+    if way is PromptFormat.CHAT:
         return fields | {
             "add_generation_prompt": True,
             "chat_template_kwargs": {"enable_thinking": False},
@@ -150,7 +150,7 @@ def _generation_config(ask: Ask) -> dict[str, Any]:
     }
 
 
-def check_prompt(reply: dict[str, Any], way: Way, prompt_ids: Sequence[int]) -> None:
+def check_prompt(reply: dict[str, Any], way: PromptFormat, prompt_ids: Sequence[int]) -> None:
     """The server must have read the prompt that we rendered."""
     read = reply["choices"][0].get("prompt_token_ids") or reply.get("prompt_token_ids")
     count = _usage(reply, "prompt_tokens")
@@ -160,7 +160,7 @@ def check_prompt(reply: dict[str, Any], way: Way, prompt_ids: Sequence[int]) -> 
     elif count is not None:
         if count != len(prompt_ids):
             raise UnusableError("the server read another number of prompt tokens")
-    elif way is not Way.IDS:
+    elif way is not PromptFormat.IDS:
         raise UnusableError("the server does not say how many prompt tokens it read")
 
 
@@ -169,7 +169,7 @@ def gives_ids(reply: dict[str, Any]) -> bool:
     return reply["choices"][0].get("token_ids") is not None
 
 
-def response_ids(reply: dict[str, Any], way: Way, dialogue: Dialogue) -> list[int]:
+def response_ids(reply: dict[str, Any], way: PromptFormat, dialogue: Conversation) -> list[int]:
     """The sampled tokens, an end token included. UnusableError if they cannot be told for certain."""
     check_prompt(reply, way, dialogue.prompt_ids)
     choice, target = reply["choices"][0], dialogue.target
@@ -230,7 +230,7 @@ def _check_round_trip(
         raise UnusableError("its text has another number of tokens than were sampled")
 
 
-def _check_response(ids: Sequence[int], dialogue: Dialogue) -> None:
+def _check_response(ids: Sequence[int], dialogue: Conversation) -> None:
     target = dialogue.target
     if not ids:
         raise UnusableError("empty response")

@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """What decides the paths, apart from target and prompts.
 
     sampling: the law drawn from. BV loss assumes the default: temperature 1, whole vocabulary.
@@ -45,7 +45,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class Completion:
     """One assistant turn: a path sampled from the target.
 
     id: of the conversation, and the number of the turn: ``name#0``.
@@ -60,15 +60,15 @@ class Row:
     finish_reason: FinishReason
 
 
-class Dialogue:
+class Conversation:
     """Asks an engine for one response at a time, until every turn is answered or the conversation cannot go on.
 
     A conversation that cannot go on keeps the rows it has; `dropped` names why the rest is missing.
     """
 
-    def __init__(self, prompt: Prompt, index: int, target: Target, settings: Settings) -> None:
+    def __init__(self, prompt: Prompt, index: int, target: Target, settings: GenerationSettings) -> None:
         self.prompt, self.index, self.target, self.settings = prompt, index, target, settings
-        self.rows: list[Row] = []
+        self.rows: list[Completion] = []
         self.dropped: str | None = None
         self.messages: list[Message] = []
         self.prompt_ids: list[int] = []
@@ -101,7 +101,7 @@ class Dialogue:
         """Take the response to the turn that was asked."""
         ended = response_ids[-1] in self.target.eos_ids
         reason: FinishReason = "stop" if ended else "length"
-        self.rows.append(Row(f"{self.prompt.id}#{len(self.rows)}", self.prompt_ids, response_ids, reason))
+        self.rows.append(Completion(f"{self.prompt.id}#{len(self.rows)}", self.prompt_ids, response_ids, reason))
         if self.done:
             return
         if not ended and not self.settings.whole_turns:

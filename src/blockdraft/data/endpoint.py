@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from blockdraft.data.completions import Ask, Form, UnusableError, Way, check_prompt, gives_ids
+from blockdraft.data.completions import Ask, PromptFormat, RequestFormat, UnusableError, check_prompt, gives_ids
 from blockdraft.data.engine import EngineError
 from blockdraft.data.link import AttemptError, GarbageError, Link, RefusedError
 
@@ -25,7 +25,7 @@ class Server:
 
     url: str
     model: str
-    form: Form
+    form: RequestFormat
     gives_ids: bool
 
     @property
@@ -86,8 +86,8 @@ def served_model(link: Link, url: str, given: str | None) -> str:
 def probed(link: Link, url: str, model: str, probe: Ask) -> Server:
     """Find out, with requests for one token, how this server takes prompts, and which fields."""
     reasons = []
-    for way in Way:
-        form: Form | None = Form(way)
+    for way in PromptFormat:
+        form: RequestFormat | None = RequestFormat(way)
         while form is not None:
             try:
                 reply = link.ask(url + form.path, form.payload(probe, model))

@@ -4,10 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from blockdraft.data.dialogue import Dialogue
+from blockdraft.data.dialogue import Conversation
+from blockdraft.errors import BlockdraftError
 
 
-class EngineError(ValueError):
+class EngineError(BlockdraftError):
     """An engine that cannot go on, with the reason."""
 
 
@@ -25,7 +26,7 @@ class Engine(ABC):
     by_shard: ClassVar[bool]
 
     @abstractmethod
-    def run(self, dialogues: Sequence[Dialogue]) -> Iterator[Dialogue]:
+    def run(self, dialogues: Sequence[Conversation]) -> Iterator[Conversation]:
         """Answer every turn of all of them, and hand over each when it is done, in any order."""
 
     @abstractmethod

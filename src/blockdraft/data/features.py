@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.atomic import replacing
 from blockdraft.data.batches import Batch, pack
-from blockdraft.data.paths import Paths
-from blockdraft.data.store import DataError, check_shards, refuse_other_identity, sha256, writing
+from blockdraft.data.paths import TextDataset
+from blockdraft.data.store import DataError, check_shards, refuse_other_identity, writing
+from blockdraft.files import atomic_write, sha256
 from blockdraft.targets import Target, TargetOutput, fingerprint
 
 INDEX = "features.json"
@@ -48,7 +48,7 @@ class OnlineFeatures(Features):
 class CachedFeatures(Features):
     """Reads what `build_cache` wrote."""
 
-    def __init__(self, folder: str | Path, target: Target, paths: Paths, layers: Sequence[int]) -> None:
+    def __init__(self, folder: str | Path, target: Target, paths: TextDataset, layers: Sequence[int]) -> None:
         self.folder, self.paths, self.hidden_size = Path(folder), paths, target.hidden_size
         index = _read_index(self.folder)
         refuse_other_identity(self.folder, index["identity"], cache_identity(target, paths, layers))
@@ -71,7 +71,7 @@ class CachedFeatures(Features):
         return TargetOutput(values[..., : self.hidden_size], values[..., self.hidden_size :])
 
 
-def cache_identity(target: Target, paths: Paths, layers: Sequence[int]) -> dict[str, Any]:
+def cache_identity(target: Target, paths: TextDataset, layers: Sequence[int]) -> dict[str, Any]:
     """What decides the cached numbers."""
     return {
         "target": fingerprint(target),
@@ -89,7 +89,7 @@ def cache_bytes(num_tokens: int, hidden_size: int, num_layers: int, itemsize: in
 def build_cache(
     folder: str | Path,
     target: Target,
-    paths: Paths,
+    paths: TextDataset,
     layers: Sequence[int],
     *,
     max_bytes: int,
@@ -116,16 +116,16 @@ def build_cache(
             name = f"features-{number:05d}.npy"
             if name not in index["shards"]:
                 values = torch.cat(_run(target, paths, texts, layers))
-                with replacing(folder / name) as unfinished, unfinished.open("wb") as file:
+                with atomic_write(folder / name) as unfinished, unfinished.open("wb") as file:
                     np.save(file, values.view(_storage(values.dtype)).numpy())
                 index["shards"][name] = {"sha256": sha256(folder / name)}
-                with replacing(folder / INDEX) as unfinished:
+                with atomic_write(folder / INDEX) as unfinished:
                     unfinished.write_text(json.dumps(index, indent=2) + "\n")
             if on_tokens is not None:
                 on_tokens(int(paths.starts[texts.stop] - paths.starts[texts.start]))
 
 
-def refuse_large_cache(target: Target, paths: Paths, layers: Sequence[int], max_bytes: int) -> None:
+def refuse_large_cache(target: Target, paths: TextDataset, layers: Sequence[int], max_bytes: int) -> None:
     """Raise if a cache would take more than so many bytes."""
     needed = cache_bytes(len(paths.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
     if needed > max_bytes:
@@ -135,7 +135,7 @@ def refuse_large_cache(target: Target, paths: Paths, layers: Sequence[int], max_
         )
 
 
-def _run(target: Target, paths: Paths, texts: range, layers: Sequence[int]) -> list[Tensor]:
+def _run(target: Target, paths: TextDataset, texts: range, layers: Sequence[int]) -> list[Tensor]:
     """``[T, (1 + K) * H]`` of each text: the last hidden state, then the features."""
     found = []
     group: list[int] = []
@@ -153,7 +153,7 @@ def _run(target: Target, paths: Paths, texts: range, layers: Sequence[int]) -> l
     return found
 
 
-def _files(paths: Paths) -> list[range]:
+def _files(paths: TextDataset) -> list[range]:
     return [range(start, min(start + TEXTS_PER_FILE, len(paths))) for start in range(0, len(paths), TEXTS_PER_FILE)]
 
 

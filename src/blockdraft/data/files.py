@@ -8,8 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, cast
 
-from blockdraft.atomic import replacing
 from blockdraft.data.prompts import Prompt, PromptError
+from blockdraft.files import atomic_write
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -51,7 +51,7 @@ def write_prompts(files: Mapping[Path, Sequence[Prompt]], *, force: bool = False
                 raise PromptError(f"{path} exists with other content; --force replaces it.{left_over}")
         for path, content in contents.items():
             if content:
-                with replacing(path) as unfinished:
+                with atomic_write(path) as unfinished:
                     unfinished.write_bytes(content)
             else:
                 path.unlink(missing_ok=True)

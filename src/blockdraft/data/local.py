@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from blockdraft.data.dialogue import Dialogue, Settings
+from blockdraft.data.dialogue import Conversation, GenerationSettings
 from blockdraft.data.engine import Engine, EngineError
-from blockdraft.targets import Slots, Target
+from blockdraft.targets import BatchedKVCache, Target
 
 PREFILL_TEXTS = 8
 """Prompts read in one pass; shorter ones are padded to the longest of them."""
@@ -22,7 +22,7 @@ class LocalEngine(Engine):
     name: ClassVar[str] = "local"
     by_shard: ClassVar[bool] = True
 
-    def __init__(self, target: Target, settings: Settings, batch_size: int = 64) -> None:
+    def __init__(self, target: Target, settings: GenerationSettings, batch_size: int = 64) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.target, self.settings, self.batch_size = target, settings, batch_size
@@ -30,9 +30,9 @@ class LocalEngine(Engine):
     def describe(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "dtype": str(self.target.dtype).split(".")[-1]}
 
-    def run(self, dialogues: Sequence[Dialogue]) -> Iterator[Dialogue]:
+    def run(self, dialogues: Sequence[Conversation]) -> Iterator[Conversation]:
         waiting = deque(dialogues)
-        slots = Slots(self.target, self.batch_size, self.settings.max_length)
+        slots = BatchedKVCache(self.target, self.batch_size, self.settings.max_length)
         running: list[_Response] = []
         while waiting or running:
             yield from self._admit(waiting, running, slots)
@@ -41,7 +41,9 @@ class LocalEngine(Engine):
                 self._draw(slots.step([response.tokens[-1] for response in running]), running)
                 yield from self._retire(waiting, running, slots)
 
-    def _admit(self, waiting: deque[Dialogue], running: list["_Response"], slots: Slots) -> Iterator[Dialogue]:
+    def _admit(
+        self, waiting: deque[Conversation], running: list["_Response"], slots: BatchedKVCache
+    ) -> Iterator[Conversation]:
         """Fill the free slots, a few texts per pass; yields dialogues that are done before they began."""
         free = self.batch_size - len(running)
         if running and free < max(1, min(self.batch_size // 16, PREFILL_TEXTS)):
@@ -61,7 +63,9 @@ class LocalEngine(Engine):
             running += admitted
 
     @staticmethod
-    def _retire(waiting: deque[Dialogue], running: list["_Response"], slots: Slots) -> Iterator[Dialogue]:
+    def _retire(
+        waiting: deque[Conversation], running: list["_Response"], slots: BatchedKVCache
+    ) -> Iterator[Conversation]:
         """Take out what is finished; a dialogue with a turn left waits in front of all others."""
         for slot in reversed(range(len(running))):
             response = running[slot]
@@ -88,7 +92,7 @@ class LocalEngine(Engine):
 class _Response:
     """A response on its way."""
 
-    dialogue: Dialogue
+    dialogue: Conversation
     tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Paths of the target in memory, read from a data folder whose origin and integrity were checked."""
+"""TextDataset of the target in memory, read from a data folder whose origin and integrity were checked."""
 
 import hashlib
 from dataclasses import dataclass
@@ -9,17 +9,16 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from blockdraft.data.dialogue import Row
+from blockdraft.data.dialogue import Completion
 from blockdraft.data.store import DataError, check_shards, read_manifest
-from blockdraft.targets import Target, fingerprint
-from blockdraft.targets.fingerprint import template_fingerprint
+from blockdraft.targets import Target, fingerprint, template_fingerprint
 
 HELDOUT = 3
 """What this random stream is for, beside those of the batches."""
 
 
 @dataclass(frozen=True)
-class Paths:
+class TextDataset:
     """R texts end to end.
 
     tokens: ``[all]`` prompt and response of each text.
@@ -36,7 +35,7 @@ class Paths:
     manifest: dict[str, Any]
 
     @classmethod
-    def of(cls, rows: list[Row]) -> "Paths":
+    def of(cls, rows: list[Completion]) -> "TextDataset":
         """From rows in memory."""
         lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
         tokens = np.array([token for row in rows for token in (*row.prompt_ids, *row.response_ids)], dtype=np.int32)
@@ -62,22 +61,22 @@ class Paths:
         """``[R]`` tokens of each response."""
         return self.lengths - self.prompt_lengths
 
-    def split(self, num_heldout: int, seed: int = 0) -> tuple["Paths", "Paths"]:
+    def split(self, num_heldout: int, seed: int = 0) -> tuple["TextDataset", "TextDataset"]:
         """The texts less some, and those; chosen by the seed, in their order."""
         if not 0 <= num_heldout < len(self):
             raise DataError(f"cannot hold out {num_heldout} of {len(self)} texts")
         chosen = np.random.default_rng([seed, HELDOUT]).permutation(len(self))
         return self._take(np.sort(chosen[num_heldout:])), self._take(np.sort(chosen[:num_heldout]))
 
-    def _take(self, indices: NDArray[np.int64]) -> "Paths":
+    def _take(self, indices: NDArray[np.int64]) -> "TextDataset":
         parts = [self[int(index)] for index in indices]
         tokens = np.concatenate(parts) if parts else self.tokens[:0]
         starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
         identity = hashlib.sha256(f"{self.identity}/{indices.tolist()}".encode()).hexdigest()[:16]
-        return Paths(tokens, starts, self.prompt_lengths[indices], identity, self.manifest)
+        return TextDataset(tokens, starts, self.prompt_lengths[indices], identity, self.manifest)
 
 
-def open_paths(folder: str | Path, target: Target | None = None, *, partial: bool = False) -> Paths:
+def open_dataset(folder: str | Path, target: Target | None = None, *, partial: bool = False) -> TextDataset:
     """Read a data folder.
 
     Args:
@@ -101,7 +100,7 @@ def open_paths(folder: str | Path, target: Target | None = None, *, partial: boo
     tokens = [part for pair in zip(prompts, responses, strict=True) for part in pair]
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
     digest = hashlib.sha256("/".join(entry["sha256"] for entry in manifest["shards"].values()).encode())
-    return Paths(
+    return TextDataset(
         np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         np.array([len(prompt) for prompt in prompts], dtype=np.int64),
@@ -110,12 +109,12 @@ def open_paths(folder: str | Path, target: Target | None = None, *, partial: boo
     )
 
 
-def read_rows(folder: str | Path) -> list[Row]:
+def read_rows(folder: str | Path) -> list[Completion]:
     """The rows of a complete data folder, with their ids."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     check_shards(folder, manifest)
-    return [Row(**row) for name in manifest["shards"] for row in pq.read_table(folder / name).to_pylist()]
+    return [Completion(**row) for name in manifest["shards"] for row in pq.read_table(folder / name).to_pylist()]
 
 
 def refuse_other_target(folder: Path, manifest: dict[str, Any], target: Target) -> None:
@@ -124,7 +123,7 @@ def refuse_other_target(folder: Path, manifest: dict[str, Any], target: Target) 
     if identity["target"] != fingerprint(target):
         raise DataError(
             f"{folder} was sampled from {manifest['about'].get('target')} ({identity['target']}), not from "
-            f"{target.name} ({fingerprint(target)}). Paths of another model break the identity that BV loss rests on; "
+            f"{target.name} ({fingerprint(target)}). Texts of another model break the identity that BV loss rests on; "
             "regenerate the responses with this target"
         )
     if identity["template"] != template_fingerprint(target):

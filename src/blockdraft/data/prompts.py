@@ -5,8 +5,10 @@ from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Self
 
+from blockdraft.errors import BlockdraftError
 
-class PromptError(ValueError):
+
+class PromptError(BlockdraftError):
     """Prompts that cannot be read, chosen or written, with the reason."""
 
 

@@ -13,13 +13,12 @@ import torch
 import transformers
 
 import blockdraft
-from blockdraft.atomic import whole_lines
-from blockdraft.data.dialogue import Dialogue, Row, Settings
+from blockdraft.data.dialogue import Completion, Conversation, GenerationSettings
 from blockdraft.data.engine import Engine
 from blockdraft.data.prompts import Prompt
 from blockdraft.data.store import DataError, Store, writing
-from blockdraft.targets import Target, fingerprint
-from blockdraft.targets.fingerprint import template_fingerprint
+from blockdraft.files import complete_lines
+from blockdraft.targets import Target, fingerprint, template_fingerprint
 
 JOURNAL = "journal.jsonl"
 
@@ -32,7 +31,7 @@ class Finished:
     """A conversation that is done: its rows, and why the rest is missing, if it is."""
 
     index: int
-    rows: list[Row]
+    rows: list[Completion]
     dropped: str | None
 
     @property
@@ -45,7 +44,7 @@ def regenerate(
     prompts: Sequence[Prompt],
     target: Target,
     engine: Engine,
-    settings: Settings,
+    settings: GenerationSettings,
     folder: str | Path,
     *,
     shard_size: int = 512,
@@ -103,7 +102,7 @@ class _Run:
         self,
         prompts: Sequence[Prompt],
         target: Target,
-        settings: Settings,
+        settings: GenerationSettings,
         store: Store,
         shards: list[range],
         on_progress: Progress,
@@ -125,7 +124,7 @@ class _Run:
                     self._take(finished, new=False)
             groups = [sorted(wanted)]
         for group in groups:
-            dialogues = [Dialogue(self.prompts[index], index, self.target, self.settings) for index in group]
+            dialogues = [Conversation(self.prompts[index], index, self.target, self.settings) for index in group]
             for dialogue in engine.run(dialogues):
                 finished = Finished(dialogue.index, dialogue.rows, dialogue.dropped)
                 if not engine.by_shard:
@@ -157,10 +156,10 @@ class Journal:
     def read(self) -> Iterator[Finished]:
         if not self.path.exists():
             return
-        for number, line in enumerate(whole_lines(self.path, mend=True), 1):
+        for number, line in enumerate(complete_lines(self.path, truncate=True), 1):
             try:
                 values = json.loads(line)
-                yield Finished(values["index"], [Row(**row) for row in values["rows"]], values["dropped"])
+                yield Finished(values["index"], [Completion(**row) for row in values["rows"]], values["dropped"])
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f"{self.path}, line {number}, is damaged: {error}; delete the line") from error
 

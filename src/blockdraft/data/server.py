@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from blockdraft.data.completions import Ask, UnusableError, Way, response_ids
-from blockdraft.data.dialogue import Dialogue, Settings
+from blockdraft.data.completions import Ask, PromptFormat, UnusableError, response_ids
+from blockdraft.data.dialogue import Conversation, GenerationSettings
 from blockdraft.data.endpoint import ABOUT_THE_ROW, Server, base_url, probed, served_model
 from blockdraft.data.engine import Engine, EngineError
 from blockdraft.data.link import AttemptError, ClosedError, GarbageError, Link, RefusedError
@@ -43,7 +43,7 @@ class ServerEngine(Engine):
         self,
         urls: Sequence[str],
         target: Target,
-        settings: Settings,
+        settings: GenerationSettings,
         *,
         concurrency: int = 64,
         timeout: float = 600.0,
@@ -64,17 +64,17 @@ class ServerEngine(Engine):
         if len(set(names.values())) > 1:
             each = ", ".join(f"{base}: {name}" for base, name in names.items())
             raise EngineError(f"the servers serve models of different names ({each}); serve one model under one name")
-        one_token = Settings(settings.sampling, max_new_tokens=1, max_length=2**20, seed=settings.seed)
-        self._probe = self._ask(Dialogue(Prompt("probe", ("Hello.",)), 0, target, one_token), as_text=True)
+        one_token = GenerationSettings(settings.sampling, max_new_tokens=1, max_length=2**20, seed=settings.seed)
+        self._probe = self._ask(Conversation(Prompt("probe", ("Hello.",)), 0, target, one_token), as_text=True)
         self.servers = [probed(link, base, name, self._probe) for base, name in names.items()]
 
     def describe(self) -> dict[str, Any]:
         """The servers, and how each is used."""
         return {"concurrency": self.concurrency, "servers": [server.describe() for server in self.servers]}
 
-    def run(self, dialogues: Sequence[Dialogue]) -> Iterator[Dialogue]:
+    def run(self, dialogues: Sequence[Conversation]) -> Iterator[Conversation]:
         """Answer all of them; closing the iterator ends the requests under way."""
-        as_text = any(server.form.way is Way.TEXT for server in self.servers)
+        as_text = any(server.form.way is PromptFormat.TEXT for server in self.servers)
         work = _Work(self._link(), self._probe)
         num_open = 0
         try:
@@ -97,7 +97,7 @@ class ServerEngine(Engine):
         finally:
             work.end()
 
-    def _finished(self, work: "_Work") -> Iterator[Dialogue]:
+    def _finished(self, work: "_Work") -> Iterator[Conversation]:
         """Dialogues whose last reply has come, but was not looked at before the end."""
         work.end()
         while not work.outcomes.empty():
@@ -107,7 +107,7 @@ class ServerEngine(Engine):
                 if dialogue.done:
                     yield dialogue
 
-    def _take(self, server: Server, dialogue: Dialogue, outcome: "Outcome", given_up: dict[str, str]) -> None:
+    def _take(self, server: Server, dialogue: Conversation, outcome: "Outcome", given_up: dict[str, str]) -> None:
         """Answer or drop the dialogue, or leave it as it is for another server."""
         try:
             if isinstance(outcome, Exception):
@@ -126,7 +126,7 @@ class ServerEngine(Engine):
                 each = "; ".join(f"{url}: {reason}" for url, reason in given_up.items())
                 raise EngineError(f"no server is left ({each}); {RESUME}") from error
 
-    def _ask(self, dialogue: Dialogue, *, as_text: bool) -> Ask:
+    def _ask(self, dialogue: Conversation, *, as_text: bool) -> Ask:
         if not as_text:
             return Ask(dialogue)
         text = self.target.decode(dialogue.prompt_ids, skip_special_tokens=False)
@@ -150,7 +150,7 @@ class _Work:
     """
 
     def __init__(self, link: Link, probe: Ask) -> None:
-        self.outcomes: queue.SimpleQueue[tuple[Server, Dialogue, Outcome]] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[tuple[Server, Conversation, Outcome]] = queue.SimpleQueue()
         self.given_up: dict[str, str] = {}
         self._todo: queue.PriorityQueue[tuple[int, int, Ask | None]] = queue.PriorityQueue()
         self._order = itertools.count()

@@ -11,7 +11,7 @@ from blockdraft.data.files import parse_rows
 from blockdraft.data.layouts import KEYS, LAYOUTS, to_prompt
 from blockdraft.data.prompts import Dropped, Prompt, PromptError
 
-POCKET = "pocket"
+POCKET_SOURCE = "pocket"
 TWO_TURNS = 0.1
 """Share of pocket's conversations that have two turns."""
 
@@ -44,7 +44,7 @@ def read_source(name: str, *, split: str | None = None) -> Iterator[Prompt | Dro
         return read_file(path)
     if path.is_absolute() or name.startswith((".", "~")) or name.endswith((".json", ".jsonl", ".gz")):
         raise PromptError(f"{name}: no such file or folder")
-    near = get_close_matches(name, [POCKET, *PRESETS], n=1, cutoff=0.8)
+    near = get_close_matches(name, [POCKET_SOURCE, *PRESETS], n=1, cutoff=0.8)
     if near:
         raise PromptError(f"{name}: no such file, folder or preset; did you mean {near[0]}?")
     return read_dataset(name, split or "train")

@@ -1,11 +1,10 @@
-"""Paths on disk: Parquet shards and a manifest that says where they come from.
+"""TextDataset on disk: Parquet shards and a manifest that says where they come from.
 
 A shard is written beside its place, synced and moved there; only then the
 manifest, written the same way, lists it with its checksum. What the manifest
 does not list does not exist.
 """
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from blockdraft.atomic import locked, replacing, sweep
-from blockdraft.data.dialogue import Row
+from blockdraft.data.dialogue import Completion
+from blockdraft.errors import BlockdraftError
+from blockdraft.files import atomic_write, exclusive, remove_unfinished, sha256
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -33,7 +33,7 @@ SCHEMA = pa.schema(
 )
 
 
-class DataError(ValueError):
+class DataError(BlockdraftError):
     """A data folder that cannot be used as it is, with the reason."""
 
 
@@ -73,11 +73,11 @@ class Store:
         """Whether this shard is written."""
         return shard_name(shard) in self.manifest["shards"]
 
-    def write(self, shard: int, rows: Sequence[Row], dropped: Mapping[str, int]) -> None:
+    def write(self, shard: int, rows: Sequence[Completion], dropped: Mapping[str, int]) -> None:
         """Write a shard, whole or not at all."""
         table = pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA)
         name = shard_name(shard)
-        with replacing(self.folder / name) as unfinished:
+        with atomic_write(self.folder / name) as unfinished:
             pq.write_table(table, unfinished, compression="zstd")
             entry = {
                 "sha256": sha256(unfinished),
@@ -93,7 +93,7 @@ class Store:
         self._save()
 
     def _save(self) -> None:
-        with replacing(self.folder / MANIFEST) as unfinished:
+        with atomic_write(self.folder / MANIFEST) as unfinished:
             unfinished.write_text(json.dumps(self.manifest, indent=2) + "\n")
 
 
@@ -155,16 +155,9 @@ def check_shards(folder: Path, manifest: Mapping[str, Any], repair: str = REPAIR
         raise DataError(f"{folder}: {'; '.join(wrong)}. {repair}")
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Be the only process that writes into a folder."""
-    with locked(folder) as ours:
-        if not ours:
-            raise DataError(f"another process is writing into {folder}")
-        sweep(folder)
+    with exclusive(folder):
+        remove_unfinished(folder)
         yield

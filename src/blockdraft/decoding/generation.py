@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from blockdraft.decoding.streams import Streams
 from blockdraft.drafters import Drafter, Proposal
 from blockdraft.targets import Message, Sampling, Target
 from blockdraft.verification import Rule, Verdict, verify
@@ -127,6 +126,21 @@ def prompt_ids(target: Target, prompt: Sequence[Message] | Sequence[int] | str) 
     if len(messages) < len(prompt) and len(ids) < len(prompt):
         raise ValueError("a prompt is text, messages or token ids")
     return target.render(messages) if messages else ids
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Separate generators for drafting, coins and recovery tokens, all from one seed."""
+
+    draft: Generator
+    coins: Generator
+    recovery: Generator
+
+    @classmethod
+    def from_seed(cls, seed: int, device: torch.device) -> "Streams":
+        root = Generator().manual_seed(seed)
+        seeds = torch.randint(2**62, (3,), generator=root).tolist()
+        return cls(*(Generator(device).manual_seed(s) for s in seeds))
 
 
 class _State:

@@ -10,17 +10,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockdraft.atomic import replacing
 from blockdraft.drafters.config import DrafterConfig
 from blockdraft.drafters.drafter import Drafter, build_drafter
 from blockdraft.drafters.foreign import read_config
 from blockdraft.drafters.formats import format_of, frozen_names
+from blockdraft.errors import BlockdraftError
+from blockdraft.files import atomic_write
 from blockdraft.targets import Target
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(BlockdraftError):
     """A folder that is not a drafter for this target, with the reason."""
 
 
@@ -95,13 +96,13 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """``model.safetensors``, whole or not at all."""
     whole = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    with replacing(folder / WEIGHTS) as unfinished:
+    with atomic_write(folder / WEIGHTS) as unfinished:
         save_file(whole, unfinished, metadata={"format": "pt"})
 
 
 def write_json(values: dict[str, Any], folder: Path) -> None:
     """``config.json``, whole or not at all."""
-    with replacing(folder / CONFIG) as unfinished:
+    with atomic_write(folder / CONFIG) as unfinished:
         unfinished.write_text(json.dumps(values, indent=2) + "\n")
 
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from blockdraft.targets import Target, TargetShape
 
-Kind = Literal["dflash", "dspark"]
-MarkovHead = Literal["vanilla", "gated", "rnn"]
+DrafterKind = Literal["dflash", "dspark"]
+MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
 class SlotLayout(StrEnum):
-    """Which token a slot predicts. Slots hold ``[anchor, MASK, MASK, ..]`` at positions p, p+1, ..
+    """Which token a slot predicts. BatchedKVCache hold ``[anchor, MASK, MASK, ..]`` at positions p, p+1, ..
 
     The wrong layout gives an accepted length of about one and no error, so it is
     never implied: every config states it.
@@ -34,7 +34,7 @@ class DrafterConfig:
     markov_rank, markov_head, confidence_head: DSpark only.
     """
 
-    kind: Kind
+    kind: DrafterKind
     slot_layout: SlotLayout
     num_proposals: int
     num_layers: int
@@ -50,7 +50,7 @@ class DrafterConfig:
     num_target_layers: int
     target_layers: tuple[int, ...]
     markov_rank: int = 0
-    markov_head: MarkovHead | None = None
+    markov_head: MarkovKind | None = None
     confidence_head: bool = False
 
     def __post_init__(self) -> None:
@@ -71,11 +71,11 @@ class DrafterConfig:
 
     @property
     def num_slots(self) -> int:
-        """Slots of a block: one more than the proposals where slot 0 predicts nothing."""
+        """BatchedKVCache of a block: one more than the proposals where slot 0 predicts nothing."""
         return self.num_proposals + (self.slot_layout is SlotLayout.FILL_IN)
 
     @classmethod
-    def for_target(cls, kind: Kind, target: Target | TargetShape, **changes: Any) -> "DrafterConfig":
+    def for_target(cls, kind: DrafterKind, target: Target | TargetShape, **changes: Any) -> "DrafterConfig":
         """The paper's drafter for this target: five layers, 15 proposals, the target's width and heads."""
         known = {field.name for field in dataclasses.fields(cls)}
         for name in changes:

@@ -158,7 +158,7 @@ class DFlash(Drafter):
         self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
     ) -> Proposal:
         del anchor
-        probs = draft_law(target.logits(hidden.to(target.dtype)), temperature)
+        probs = draft_probs_of(target.logits(hidden.to(target.dtype)), temperature)
         tokens = torch.multinomial(probs[0], 1, generator=generator).T
         return Proposal(tokens, probs)
 
@@ -191,14 +191,14 @@ class DSpark(Drafter):
         tokens, laws = [], []
         for k in range(self.config.num_proposals):
             embedded, state = self.markov_head.step(hidden[:, k], previous, state)
-            law = draft_law(base[k : k + 1] + self.markov_head.markov_w2(embedded).float(), temperature)
+            law = draft_probs_of(base[k : k + 1] + self.markov_head.markov_w2(embedded).float(), temperature)
             previous = torch.multinomial(law, 1, generator=generator).squeeze(1)
             tokens.append(previous)
             laws.append(law)
         return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1))
 
 
-def draft_law(logits: Tensor, temperature: float) -> Tensor:
+def draft_probs_of(logits: Tensor, temperature: float) -> Tensor:
     """q from logits ``[..., V]`` in float32; temperature 0 is one-hot at the argmax."""
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()

@@ -6,7 +6,7 @@ to be guessed is found from what else it says, or refused.
 
 from typing import Any
 
-from blockdraft.drafters.config import DrafterConfig, Kind, SlotLayout
+from blockdraft.drafters.config import DrafterConfig, DrafterKind, SlotLayout
 from blockdraft.drafters.formats import (
     ARCHITECTURES,
     HEAD_KEYS,
@@ -16,7 +16,7 @@ from blockdraft.drafters.formats import (
     Values,
     format_of,
 )
-from blockdraft.targets.target import choose_layers
+from blockdraft.targets import choose_layers
 
 
 def read_config(values: Values, num_target_layers: int | None = None) -> DrafterConfig:
@@ -98,7 +98,7 @@ def _from_speculators(values: Values, num_target_layers: int | None) -> DrafterC
     )  # fmt: skip
 
 
-def _config(values: Values, layers: Values, kind: Kind, anchor: bool, **features: Any) -> DrafterConfig:
+def _config(values: Values, layers: Values, kind: DrafterKind, anchor: bool, **features: Any) -> DrafterConfig:
     if features["mask_token_id"] is None:
         raise FormatError("mask_token_id is missing")
     heads: Values = {}

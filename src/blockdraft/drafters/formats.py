@@ -12,14 +12,15 @@ is refused. `foreign` reads both.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from blockdraft.drafters.config import DrafterConfig, Kind, SlotLayout
+from blockdraft.drafters.config import DrafterConfig, DrafterKind, SlotLayout
+from blockdraft.errors import BlockdraftError
 
 Format = Literal["flat", "speculators"]
 FORMATS: tuple[Format, ...] = ("flat", "speculators")
 Values = dict[str, Any]
 
 SPECULATORS_VERSION = "0.9.0"
-ARCHITECTURES: dict[str, Kind] = {
+ARCHITECTURES: dict[str, DrafterKind] = {
     "DFlashDraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
@@ -38,7 +39,7 @@ LAYER_KEYS = {
 HEAD_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 
-class FormatError(ValueError):
+class FormatError(BlockdraftError):
     """A configuration that cannot be written or read, with the reason."""
 
 
@@ -65,7 +66,7 @@ def format_of(values: Values) -> Format | None:
     return "flat" if "architectures" in values else None
 
 
-def frozen_names(kind: Kind) -> tuple[str, ...]:
+def frozen_names(kind: DrafterKind) -> tuple[str, ...]:
     """Copies of the target's tensors that a drafter's folder carries in either format."""
     return ("embed_tokens.weight", "lm_head.weight") if kind == "dspark" else ()
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from blockdraft.evaluation.about import Candidate
-from blockdraft.evaluation.conversation import Way
+from blockdraft.evaluation.conversation import DecodingSetup
 from blockdraft.evaluation.expected import Expected, best_of
 from blockdraft.evaluation.metrics import (
     Bootstrap,
@@ -33,11 +33,11 @@ class Assembly:
         self.num_proposals = {each.name: each.drafter.config.num_proposals for each in candidates}
 
     def assemble(
-        self, ways: Sequence[Way], records: Records, expected: Mapping[str, Expected]
+        self, ways: Sequence[DecodingSetup], records: Records, expected: Mapping[str, Expected]
     ) -> tuple[list[Cell], list[Average]]:
         """All cells task by task, and the averages."""
-        cells: dict[Way, list[Cell]] = {way: [] for way in ways if way.drafter is not None}
-        samples: dict[Way, list[dict[str, Numbers]]] = {way: [] for way in cells}
+        cells: dict[DecodingSetup, list[Cell]] = {way: [] for way in ways if way.drafter is not None}
+        samples: dict[DecodingSetup, list[dict[str, Numbers]]] = {way: [] for way in cells}
         for number, task in enumerate(self.tasks):
             resampled = Bootstrap(len(task.prompts), self.protocol.num_bootstrap, self.protocol.seed, number)
             for way in cells:
@@ -50,7 +50,7 @@ class Assembly:
         return by_task, averages
 
     def _cell(
-        self, task: Task, way: Way, records: Records, resampled: Bootstrap, expected: Expected
+        self, task: Task, way: DecodingSetup, records: Records, resampled: Bootstrap, expected: Expected
     ) -> tuple[dict[str, Numbers], Cell]:
         assert way.drafter is not None
         ids = [prompt.id for prompt in task.prompts]
@@ -82,7 +82,7 @@ class Assembly:
         )  # fmt: skip
 
 
-def _average(way: Way, cells: Sequence[Cell], drawn: Sequence[dict[str, Numbers]]) -> Average:
+def _average(way: DecodingSetup, cells: Sequence[Cell], drawn: Sequence[dict[str, Numbers]]) -> Average:
     assert way.drafter is not None
     means = {name: mean_over_tasks([each[name] for each in drawn]) for name in drawn[0]}
     return Average(

@@ -16,7 +16,7 @@ AUTOREGRESSIVE = "autoregressive"
 
 
 @dataclass(frozen=True)
-class Way:
+class DecodingSetup:
     """A way to decode: a drafter (None is autoregressive), a rule, a draft temperature.
 
     choice: ``paper`` or ``best``: how the draft temperature was chosen.
@@ -37,7 +37,7 @@ def converse(
     target: Target,
     drafter: Drafter | None,
     prompt: Prompt,
-    way: Way,
+    way: DecodingSetup,
     *,
     temperature: float,
     max_new_tokens: int,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blockdraft.data import Chosen, Paths, collate, open_paths
+from blockdraft.data import TextAnchors, TextDataset, collate, open_dataset
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.evaluation.results import Dynamics, DynamicsPoint, EvaluationError
 from blockdraft.targets import Sampling, Target
@@ -27,7 +27,9 @@ def epoch_checkpoints(run_folder: Path, run: dict[str, Any]) -> dict[int, Path]:
     return {step: folders[step] for step in sorted(folders) if step % each == 0 or step == last}
 
 
-def fixed_blocks(paths: Paths, num_texts: int, blocks_per_text: int, num_proposals: int, seed: int) -> list[Chosen]:
+def fixed_blocks(
+    paths: TextDataset, num_texts: int, blocks_per_text: int, num_proposals: int, seed: int
+) -> list[TextAnchors]:
     """The same whole blocks of the same texts for every checkpoint and every drafter of this size."""
     rng = np.random.default_rng([seed, DYNAMICS])
     room = paths.response_lengths - num_proposals  # anchors with a whole block behind them
@@ -36,7 +38,7 @@ def fixed_blocks(paths: Paths, num_texts: int, blocks_per_text: int, num_proposa
         raise EvaluationError(f"no response of the training data holds a block of {num_proposals}")
     texts = np.sort(rng.choice(able, size=min(num_texts, len(able)), replace=False))
     return [
-        Chosen(
+        TextAnchors(
             int(text),
             paths.prompt_lengths[text]
             + np.sort(rng.choice(room[text], size=min(blocks_per_text, int(room[text])), replace=False)),
@@ -46,7 +48,9 @@ def fixed_blocks(paths: Paths, num_texts: int, blocks_per_text: int, num_proposa
 
 
 @torch.no_grad()
-def measure(target: Target, drafter: Drafter, paths: Paths, chosen: list[Chosen], seed: int) -> tuple[float, float]:
+def measure(
+    target: Target, drafter: Drafter, paths: TextDataset, chosen: list[TextAnchors], seed: int
+) -> tuple[float, float]:
     """Accuracy, and mean accepted draft tokens of one draw per block."""
     sampling = Sampling()
     draft, coins, recovery = (torch.Generator(target.device).manual_seed(seed + i) for i in range(3))
@@ -79,7 +83,7 @@ def training_dynamics(
 ) -> Dynamics:
     """All of one run."""
     data = run["recipe"]["data"]["path"]
-    training, _heldout = open_paths(data, target).split(run["recipe"]["data"]["heldout"], run["recipe"]["seed"])
+    training, _heldout = open_dataset(data, target).split(run["recipe"]["data"]["heldout"], run["recipe"]["seed"])
     chosen = fixed_blocks(training, num_texts, blocks_per_text, run["drafter"]["num_proposals"], seed)
     points = []
     for step, folder in epoch_checkpoints(run_folder, run).items():

@@ -24,12 +24,12 @@ import torch
 import transformers
 
 import blockdraft
-from blockdraft.atomic import locked, replacing, whole_lines
-from blockdraft.data import DataError, Dialogue, LocalEngine, Prompt, Settings, regenerate
+from blockdraft.data import Conversation, DataError, GenerationSettings, LocalEngine, Prompt, regenerate
 from blockdraft.data.paths import read_rows
+from blockdraft.distributed import Distributed
 from blockdraft.evaluation.about import Candidate
 from blockdraft.evaluation.assembly import Assembly, about
-from blockdraft.evaluation.conversation import Way, converse
+from blockdraft.evaluation.conversation import DecodingSetup, converse
 from blockdraft.evaluation.dynamics import training_dynamics
 from blockdraft.evaluation.expected import Expected, best_of, write_expected
 from blockdraft.evaluation.metrics import Record
@@ -38,9 +38,8 @@ from blockdraft.evaluation.protocol import Law, Protocol
 from blockdraft.evaluation.results import Dynamics, EvaluationError, Results, TracedPrompt, Traces, write_model
 from blockdraft.evaluation.tasks import Task
 from blockdraft.evaluation.tracing import trace
-from blockdraft.processes import Processes
-from blockdraft.targets import Sampling, Target, fingerprint
-from blockdraft.targets.fingerprint import weights_fingerprint
+from blockdraft.files import atomic_write, complete_lines, exclusive
+from blockdraft.targets import Sampling, Target, fingerprint, weights_fingerprint
 
 PROMPTS_PER_FOLDER = 128
 WARM_UP_TOKENS = 16
@@ -59,51 +58,49 @@ class Evaluation:
         tasks: Sequence[Task],
         protocol: Protocol,
         out: str | Path,
-        processes: Processes | None = None,
+        processes: Distributed | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         if not candidates:
             raise EvaluationError("there is no drafter to evaluate")
         self.target, self.candidates, self.protocol, self.out = target, candidates, protocol, Path(out)
         self.tasks = [self._what_fits(_with_unique_ids(task)) for task in tasks]
-        self.processes = processes or Processes(str(target.device))
+        self.processes = processes or Distributed(str(target.device))
         self.on_progress = on_progress or (lambda _stage, _done, _of, _tokens: None)
         self.prompts = [(task, prompt) for task in self.tasks for prompt in task.prompts]
 
     def run(self) -> Results:
         """All stages; the results, which the first process also writes."""
         started = _now()
-        if not self.processes.first:
+        if not self.processes.is_main:
             return self._stages(started)
         self.out.mkdir(parents=True, exist_ok=True)
-        with locked(self.out) as alone:
-            if not alone:
-                raise EvaluationError(f"another process evaluates in {self.out}")
+        with exclusive(self.out):
             self._refuse_another()
             return self._stages(started)
 
     def _stages(self, started: str) -> Results:
-        self.processes.wait()
+        self.processes.barrier()
         self._write_paths()
         self._write_predictions()
-        self.processes.wait()
+        self.processes.barrier()
         expected = {each.name: Expected(self._prediction_files(each), self.protocol) for each in self.candidates}
         points = {name: each.temperatures(self.tasks) for name, each in expected.items()}
         ways = self._ways({name: {r: best_of(p, r) for r in self.protocol.sampled_rules} for name, p in points.items()})
         self._decode(ways)
-        self.processes.wait()
+        self.processes.barrier()
         records = {(line["prompt"], line["way"]): [Record(**t) for t in line["turns"]] for line in self._lines()}
         cells, averages = Assembly(self.tasks, self.candidates, self.protocol).assemble(ways, records, expected)
         results = Results(
             target=self.target.name, target_fingerprint=fingerprint(self.target), settings=self._settings(),
             provenance=_provenance(self.target, self.processes, started), tasks=[task.about() for task in self.tasks],
             drafters=[about(each, points[each.name], self.protocol) for each in self.candidates], cells=cells,
-            averages=averages, dynamics=self._dynamics() if self.processes.first else [],
+            averages=averages, dynamics=self._dynamics() if self.processes.is_main else [],
         )  # fmt: skip
-        if self.processes.first:
+        if self.processes.is_main:
             write_model(self._traces(), self.out / "traces.json")
             write_model(results, self.out / "results.json")
-        self.processes.wait()
+        self.processes.barrier()
         return results
 
     # What this evaluation is
@@ -126,7 +123,7 @@ class Evaluation:
                     f"{self.out} holds another evaluation: {', '.join(wrong)} differ. Choose another --out"
                 )
         else:
-            with replacing(file) as unfinished:
+            with atomic_write(file) as unfinished:
                 unfinished.write_text(json.dumps(identity, ensure_ascii=False), encoding="utf-8")
 
     def _settings(self) -> dict[str, Any]:
@@ -148,7 +145,7 @@ class Evaluation:
 
     def _what_fits(self, task: Task) -> Task:
         """The task without prompts whose first answer has no room."""
-        asked = [Dialogue(prompt, 0, self.target, self._sampling_settings("sampled")) for prompt in task.prompts]
+        asked = [Conversation(prompt, 0, self.target, self._sampling_settings("sampled")) for prompt in task.prompts]
         kept = [each.prompt for each in asked if each.dropped is None]
         if not kept:
             raise EvaluationError(
@@ -157,12 +154,12 @@ class Evaluation:
             )
         return replace(task, prompts=kept, num_left_out=len(task.prompts) - len(kept))
 
-    # Paths of the target
+    # TextDataset of the target
 
-    def _sampling_settings(self, law: Law) -> Settings:
+    def _sampling_settings(self, law: Law) -> GenerationSettings:
         protocol = self.protocol
         sampling = Sampling(protocol.temperature_of(law))
-        return Settings(sampling, protocol.max_new_tokens, self.max_length, protocol.seed, whole_turns=True)
+        return GenerationSettings(sampling, protocol.max_new_tokens, self.max_length, protocol.seed, whole_turns=True)
 
     def _folders(self, law: Law) -> list[tuple[Path, list[Prompt]]]:
         """Data folders and the prompts of each."""
@@ -176,7 +173,7 @@ class Evaluation:
     def _write_paths(self) -> None:
         """The target's own responses, by continuous batching."""
         work = [(law, *each) for law in self.protocol.laws for each in self._folders(law)]
-        work = work[self.processes.rank :: self.processes.num]
+        work = work[self.processes.rank :: self.processes.world_size]
         of, done = sum(len(prompts) for _, _, prompts in work), 0
 
         def count(conversations: int, tokens: int, new: bool) -> None:
@@ -202,7 +199,7 @@ class Evaluation:
         """Each process reads the data folders that it wrote."""
         protocol = self.protocol
         folders = [(law, folder) for law in protocol.laws for folder, _ in self._folders(law)]
-        mine = folders[self.processes.rank :: self.processes.num]
+        mine = folders[self.processes.rank :: self.processes.world_size]
         work = [(candidate, law, folder) for candidate in self.candidates for law, folder in mine]
         for done, (candidate, law, folder) in enumerate(work):
             self.on_progress("predictions", done, len(work), 0)
@@ -217,7 +214,7 @@ class Evaluation:
 
     # Decoding
 
-    def _ways(self, best: dict[str, dict[str, float]]) -> list[Way]:
+    def _ways(self, best: dict[str, dict[str, float]]) -> list[DecodingSetup]:
         """Autoregressive ones first; then each drafter at the paper's draft temperature and at its best."""
         protocol = self.protocol
         ways = list(dict.fromkeys(protocol.baseline(rule) for rule in protocol.rules))
@@ -229,10 +226,10 @@ class Evaluation:
                     ways.append(replace(paper, draft_temperature=best[candidate.name][rule], choice="best"))
         return ways
 
-    def _decode(self, ways: list[Way]) -> None:
+    def _decode(self, ways: list[DecodingSetup]) -> None:
         """Each prompt in every way, one after the other, so that what slows the machine slows all of them."""
         done = {(line["prompt"], line["way"]) for line in self._lines()}
-        mine = self.prompts[self.processes.rank :: self.processes.num]
+        mine = self.prompts[self.processes.rank :: self.processes.world_size]
         file = self.out / "records" / f"{self.processes.rank}.jsonl"
         file.parent.mkdir(exist_ok=True)
         count, warm = 0, ""
@@ -254,7 +251,7 @@ class Evaluation:
                     count += 1
                     self.on_progress("decoding", count, len(mine) * len(ways), tokens)
 
-    def _converse(self, prompt: Prompt, way: Way, max_new_tokens: int) -> list[Record]:
+    def _converse(self, prompt: Prompt, way: DecodingSetup, max_new_tokens: int) -> list[Record]:
         drafter = next((each.drafter for each in self.candidates if each.name == way.drafter), None)
         answers = converse(
             self.target, drafter, prompt, way, temperature=self.protocol.temperature, max_new_tokens=max_new_tokens,
@@ -265,7 +262,7 @@ class Evaluation:
     def _lines(self) -> Iterator[dict[str, Any]]:
         """The records of all processes; a line that was cut short is dropped from its file by its owner."""
         for file in sorted((self.out / "records").glob("*.jsonl")):
-            yield from map(json.loads, whole_lines(file, mend=file.stem == str(self.processes.rank)))
+            yield from map(json.loads, complete_lines(file, truncate=file.stem == str(self.processes.rank)))
 
     # Diagnostics
 
@@ -318,11 +315,11 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _provenance(target: Target, processes: Processes, started: str) -> dict[str, Any]:
+def _provenance(target: Target, processes: Distributed, started: str) -> dict[str, Any]:
     return {
         "blockdraft": blockdraft.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(), "machine": platform.machine(), "num_cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(), "num_processes": processes.num,
+        "threads": torch.get_num_threads(), "num_processes": processes.world_size,
         "gpu": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
         "started": started, "finished": _now(),
     }  # fmt: skip

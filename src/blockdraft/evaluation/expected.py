@@ -6,17 +6,21 @@ from pathlib import Path
 
 import numpy as np
 
-from blockdraft.atomic import replacing
-from blockdraft.data import Row
+from blockdraft.data import Completion
 from blockdraft.evaluation.prediction import Predictor, Rounds
 from blockdraft.evaluation.protocol import Protocol
 from blockdraft.evaluation.results import TemperaturePoint
 from blockdraft.evaluation.tasks import Task
+from blockdraft.files import atomic_write
 from blockdraft.verification import Rule
 
 
 def write_expected(
-    file: Path, rows: Sequence[Row], predictor: Predictor, rules: Sequence[Rule], draft_temperatures: Sequence[float]
+    file: Path,
+    rows: Sequence[Completion],
+    predictor: Predictor,
+    rules: Sequence[Rule],
+    draft_temperatures: Sequence[float],
 ) -> None:
     """Predict every row."""
     lines = []
@@ -24,7 +28,7 @@ def write_expected(
         found = predictor.predict(row, rules, draft_temperatures)
         rounds = {rule: [[each.num, each.tokens] for each in values] for rule, values in found.items()}
         lines.append({"prompt": row.id.rpartition("#")[0], "rounds": rounds})
-    with replacing(file) as unfinished:
+    with atomic_write(file) as unfinished:
         unfinished.write_text(json.dumps(lines))
 
 

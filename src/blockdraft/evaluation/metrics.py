@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockdraft.decoding import Generation
-from blockdraft.evaluation.results import Estimate
+from blockdraft.evaluation.results import Interval
 
 PHASES = ("prefill", "draft", "verify", "rest")
 Numbers = NDArray[np.float64]
@@ -92,13 +92,13 @@ class Bootstrap:
         return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
-def estimate(samples: Numbers) -> Estimate:
+def estimate(samples: Numbers) -> Interval:
     """The first of the samples, with the interval of the others."""
     low, high = np.quantile(samples[1:], [0.025, 0.975]) if len(samples) > 1 else (samples[0], samples[0])
-    return Estimate(value=float(samples[0]), low=float(low), high=float(high))
+    return Interval(value=float(samples[0]), low=float(low), high=float(high))
 
 
-def mean_over_tasks(samples: Sequence[Numbers]) -> Estimate:
+def mean_over_tasks(samples: Sequence[Numbers]) -> Interval:
     """Tasks have equal weight; their resamples are independent."""
     return estimate(np.mean(samples, 0))
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockdraft.data import Batch, Chosen, OnlineFeatures, Paths, Row, collate
+from blockdraft.data import Batch, Completion, OnlineFeatures, TextAnchors, TextDataset, collate
 from blockdraft.decoding import generate
 from blockdraft.drafters import Drafter
 from blockdraft.targets import Target
@@ -98,7 +98,9 @@ class Predictor:
         self.features = OnlineFeatures(target, drafter.config.target_layers)
 
     @torch.no_grad()
-    def predict(self, row: Row, rules: Sequence[Rule], draft_temperatures: Sequence[float]) -> dict[Rule, list[Rounds]]:
+    def predict(
+        self, row: Completion, rules: Sequence[Rule], draft_temperatures: Sequence[float]
+    ) -> dict[Rule, list[Rounds]]:
         """Expected rounds by rule, one for each draft temperature (under greedy verification a single one).
 
         The row is a response under the law that the rules verify: greedy for ``"greedy"``, sampled for the others.
@@ -109,8 +111,8 @@ class Predictor:
         if num_starts < 1:
             return {rule: [Rounds(0.0, 0.0)] * (1 if rule == "greedy" else len(draft_temperatures)) for rule in rules}
         first = len(row.prompt_ids)
-        paths = Paths.of([Row(row.id, row.prompt_ids, response, row.finish_reason)])
-        chosen = Chosen(0, first + np.arange(num_starts))
+        paths = TextDataset.of([Completion(row.id, row.prompt_ids, response, row.finish_reason)])
+        chosen = TextAnchors(0, first + np.arange(num_starts))
         batch = collate([chosen], paths, self.drafter.config.num_proposals).to(self.target.device)
         scores = self._scores(batch, draft_temperatures if self.temperature > 0 else (0.0,))
         valid = batch.valid.cpu().numpy()
@@ -121,7 +123,7 @@ class Predictor:
             found[rule] = [walk(retention(rule, log_q, scores.log_p, scores.agrees, valid), end) for log_q in laws]
         return found
 
-    def _beyond_the_budget(self, row: Row) -> list[int]:
+    def _beyond_the_budget(self, row: Completion) -> list[int]:
         """The response, and as many tokens more as the last block may reach if the budget cut it."""
         if row.response_ids[-1] in self.target.eos_ids:
             return row.response_ids

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from blockdraft.evaluation.conversation import Way
+from blockdraft.evaluation.conversation import DecodingSetup
 from blockdraft.evaluation.results import EvaluationError
 from blockdraft.verification import RULES, Rule
 
@@ -62,13 +62,15 @@ class Protocol:
         """All that the rules need."""
         return sorted({self.law(rule) for rule in self.rules})
 
-    def baseline(self, rule: Rule) -> Way:
+    def baseline(self, rule: Rule) -> DecodingSetup:
         """Autoregressive decoding of the texts that a rule writes."""
-        return Way(None, "greedy", 0.0) if rule == "greedy" else Way(None, "block", self.temperature)
+        return (
+            DecodingSetup(None, "greedy", 0.0) if rule == "greedy" else DecodingSetup(None, "block", self.temperature)
+        )
 
-    def paper(self, drafter: str, rule: Rule) -> Way:
+    def paper(self, drafter: str, rule: Rule) -> DecodingSetup:
         """A drafter at the target's own temperature."""
-        return Way(drafter, rule, 0.0 if rule == "greedy" else self.temperature)
+        return DecodingSetup(drafter, rule, 0.0 if rule == "greedy" else self.temperature)
 
 
 def as_rules(names: list[str]) -> tuple[Rule, ...]:

@@ -9,13 +9,14 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from blockdraft.atomic import replacing
+from blockdraft.errors import BlockdraftError
+from blockdraft.files import atomic_write
 from blockdraft.verification import Rule
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class EvaluationError(ValueError):
+class EvaluationError(BlockdraftError):
     """Something the user can correct."""
 
 
@@ -25,7 +26,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Estimate(Strict):
+class Interval(Strict):
     """A number with the 95% interval of a bootstrap over prompts."""
 
     value: float
@@ -103,15 +104,15 @@ class Cell(Strict):
     num_generations: int
     num_rounds: int
     num_tokens: int
-    acceptance_length: Estimate
-    draft_length: Estimate
+    acceptance_length: Interval
+    draft_length: Interval
     retention: list[float]
     conditional: list[float | None]
     whole_block_rate: float
-    predicted_length: Estimate
+    predicted_length: Interval
     tokens_per_second: float
     baseline_tokens_per_second: float
-    speedup: Estimate
+    speedup: Interval
     seconds: dict[str, float]
     baseline_seconds: dict[str, float]
 
@@ -123,11 +124,11 @@ class Average(Strict):
     rule: Rule
     choice: Literal["paper", "best"]
     draft_temperature: float
-    acceptance_length: Estimate
-    draft_length: Estimate
+    acceptance_length: Interval
+    draft_length: Interval
     whole_block_rate: float
-    predicted_length: Estimate
-    speedup: Estimate
+    predicted_length: Interval
+    speedup: Interval
 
 
 class DynamicsPoint(Strict):
@@ -245,7 +246,7 @@ def read_traces(folder: str | Path) -> Traces | None:
 
 def write_model(model: BaseModel, file: Path) -> None:
     """As JSON, whole or not at all."""
-    with replacing(file) as unfinished:
+    with atomic_write(file) as unfinished:
         unfinished.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 

@@ -102,14 +102,14 @@ BENCHMARKS = {
 }  # fmt: skip
 """The paper's seven, in the order of its tables."""
 
-POCKET = {f"pocket-{family}": family for family in FAMILIES}
+POCKET_TASKS = {f"pocket-{family}": family for family in FAMILIES}
 """pocket's held-out prompts, embedded."""
 POCKET_PROMPTS = 64
 
 
 def task_names() -> list[str]:
     """All known names; any other one is a file of prompts."""
-    return [*BENCHMARKS, *POCKET]
+    return [*BENCHMARKS, *POCKET_TASKS]
 
 
 def load_tasks(
@@ -130,7 +130,7 @@ def load_tasks(
     """
     wanted: list[str] = []
     for name in names or ["pocket"]:
-        wanted += {"benchmarks": list(BENCHMARKS), "pocket": list(POCKET)}.get(name, [name])
+        wanted += {"benchmarks": list(BENCHMARKS), "pocket": list(POCKET_TASKS)}.get(name, [name])
     repeated = {name for name in wanted if wanted.count(name) > 1}
     if repeated:
         raise EvaluationError(f"the task {sorted(repeated)[0]!r} is named twice")
@@ -149,8 +149,8 @@ def choose(prompts: Sequence[Prompt], num: int, seed: int) -> list[Prompt]:
 
 
 def _load(name: str, folder: str | Path | None, num_prompts: int | None, seed: int) -> Task:
-    if name in POCKET:
-        family = POCKET[name]
+    if name in POCKET_TASKS:
+        family = POCKET_TASKS[name]
         assert family in get_args(Family)
         examples = heldout(family, num_prompts or POCKET_PROMPTS)
         prompts = [Prompt(example.id, (example.prompt,)) for example in examples]

@@ -5,7 +5,7 @@ from torch import Tensor
 from blockdraft.data import Prompt
 from blockdraft.decoding import Generation
 from blockdraft.drafters import Drafter, Proposal
-from blockdraft.evaluation.conversation import Way, converse
+from blockdraft.evaluation.conversation import DecodingSetup, converse
 from blockdraft.evaluation.results import Trace, TracedRound, TracedToken
 from blockdraft.targets import Target
 from blockdraft.verification import Verdict
@@ -21,7 +21,7 @@ def trace(
     target: Target,
     drafter: Drafter,
     prompt: Prompt,
-    way: Way,
+    way: DecodingSetup,
     *,
     temperature: float,
     max_new_tokens: int,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from blockdraft.atomic import sync
 from blockdraft.drafters import CheckpointError
+from blockdraft.files import sync
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockdraft.atomic import whole_lines
 from blockdraft.data.store import MANIFEST
+from blockdraft.files import complete_lines
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def run_facts(checkpoint: str | Path) -> RunFacts:
 def _measured(file: Path, step: int) -> dict[str, float] | None:
     if not file.is_file():
         return None
-    for metrics in map(json.loads, whole_lines(file)):
+    for metrics in map(json.loads, complete_lines(file)):
         if metrics.get("step") == step and "heldout_length_block" in metrics:
             return {name: value for name, value in metrics.items() if name.startswith("heldout_")}
     return None

@@ -31,7 +31,7 @@ LABELS = ("CE", "KL", "RKL", "TV", "LK", "BV w/o annealing", "BV")
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LoadedEvaluation:
     """One folder. ``name`` tells it from the other folders of the report."""
 
     name: str
@@ -47,7 +47,7 @@ class Entry:
     target: its target's title. label: its row in a table, unique among the drafters of its kind and target.
     """
 
-    evaluation: Evaluation
+    evaluation: LoadedEvaluation
     about: DrafterAbout
     target: str
     label: str
@@ -104,7 +104,7 @@ class TracedText:
 class Comparison:
     """All evaluations of a report."""
 
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[LoadedEvaluation, ...]
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -187,7 +187,7 @@ class Comparison:
                         found.setdefault(key, TracedText(*key, [])).traces.append((entry, trace))
         return list(found.values())
 
-    def _drafters(self) -> Iterable[tuple[Evaluation, DrafterAbout]]:
+    def _drafters(self) -> Iterable[tuple[LoadedEvaluation, DrafterAbout]]:
         return ((e, d) for e in self.evaluations for d in e.results.drafters)
 
     def _target_titles(self) -> dict[tuple[str, str], str]:
@@ -207,7 +207,9 @@ def read_evaluations(folders: Sequence[str | Path]) -> Comparison:
     paths = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
     if not paths:
         raise EvaluationError("a report needs at least one evaluation's folder")
-    loaded = [Evaluation(n, p, read_results(p), read_traces(p)) for n, p in zip(_names(paths), paths, strict=True)]
+    loaded = [
+        LoadedEvaluation(n, p, read_results(p), read_traces(p)) for n, p in zip(_names(paths), paths, strict=True)
+    ]
     comparison = Comparison(tuple(loaded))
     if not comparison.entries:
         raise EvaluationError(f"{', '.join(map(str, paths))}: no drafter was evaluated")
@@ -225,10 +227,10 @@ def slug(text: str, joint: str = "-") -> str:
     return re.sub(r"[^a-z0-9]+", joint, text.lower().replace("w/o", "without")).strip(joint) or "unnamed"
 
 
-def _labels(found: list[tuple[Evaluation, DrafterAbout, str]]) -> list[str]:
+def _labels(found: list[tuple[LoadedEvaluation, DrafterAbout, str]]) -> list[str]:
     """The drafters' labels; where a kind of a target has one twice, with folder or name added until it has not."""
     labels = [about.label for _, about, _ in found]
-    more: tuple[Callable[[Evaluation, DrafterAbout], str], ...] = (
+    more: tuple[Callable[[LoadedEvaluation, DrafterAbout], str], ...] = (
         lambda evaluation, about: f"{about.label} ({evaluation.name})",
         lambda _, about: f"{about.label} ({about.name})",
         lambda evaluation, about: f"{about.label} ({evaluation.name}/{about.name})",
@@ -252,11 +254,11 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return ["/".join(p[-length:]) for p in parts]
 
 
-def _settings(key: str) -> Callable[[Evaluation], object]:
+def _settings(key: str) -> Callable[[LoadedEvaluation], object]:
     return lambda evaluation: evaluation.results.settings.get(key)
 
 
-_COMPARABLE: dict[str, Callable[[Evaluation], object]] = {
+_COMPARABLE: dict[str, Callable[[LoadedEvaluation], object]] = {
     "tasks": lambda e: {t.name: t.num_prompts for t in e.results.tasks},
     "temperature": _settings("temperature"),
     "budget": _settings("max_new_tokens"),

@@ -13,8 +13,8 @@ from blockdraft.reports.drawing import Drawing
 from blockdraft.reports.explorer import explorer
 from blockdraft.reports.headlines import Headline, headlines
 from blockdraft.reports.inks import css, styles
-from blockdraft.reports.merging import GROUPS, Comparison, Evaluation
-from blockdraft.reports.table import Column, Row, Table, plain
+from blockdraft.reports.merging import GROUPS, Comparison, LoadedEvaluation
+from blockdraft.reports.table import Column, Table, TableRow, plain
 
 
 def page(comparison: Comparison, tables: Sequence[Table], drawings: Iterable[Drawing]) -> str:
@@ -69,7 +69,7 @@ def _tasks(comparison: Comparison) -> Table:
     for target in comparison.targets:
         for task in comparison.tasks(target):
             values = (plain(task.num_prompts, "{:,}"), plain(task.num_turns, "{:,}"), plain(task.source))
-            rows.append(Row((target, GROUPS.get(task.group, task.group), task.title), values))
+            rows.append(TableRow((target, GROUPS.get(task.group, task.group), task.title), values))
     columns = (Column(("Prompts",), "prompts"), Column(("Turns",), "turns"), Column(("Source",), "source"))
     return Table("tasks", "Tasks", "", ("Target", "Group", "Task"), columns, tuple(rows))
 
@@ -87,16 +87,16 @@ def _drafters(comparison: Comparison) -> Table:
             plain(best or None),
             plain(about.path),
         )
-        rows.append(Row((entry.target, entry.kind, entry.label), values))
+        rows.append(TableRow((entry.target, entry.kind, entry.label), values))
     heads = ("Parameters", "Layers", "Proposals", "Step", "Best draft T", "Path")
     columns = tuple(Column((head,), head.lower()) for head in heads)
     return Table("drafters", "Drafters", "", ("Target", "Drafter", "Loss"), columns, tuple(rows))
 
 
-def _about(evaluation: Evaluation) -> str:
+def _about(evaluation: LoadedEvaluation) -> str:
     results = evaluation.results
     known = {"folder": str(evaluation.folder), "target": results.target, "fingerprint": results.target_fingerprint}
-    lists = (("Evaluation", known), ("Settings", results.settings), ("Provenance", results.provenance))
+    lists = (("LoadedEvaluation", known), ("Settings", results.settings), ("Provenance", results.provenance))
     parts = "".join(f"<h4>{title}</h4>{_definitions(values)}" for title, values in lists)
     recipes = "".join(
         f"<h4>Recipe of {html.escape(d.name)}</h4><pre>{html.escape(yaml.safe_dump(d.recipe, sort_keys=False))}</pre>"

@@ -8,10 +8,10 @@ from blockdraft.reports.merging import GROUPS, Choice, Comparison, Entry, rank, 
 from blockdraft.reports.seconds import autoregressive, phases, speculative
 from blockdraft.reports.table import (
     MISSING,
+    CellValue,
     Column,
-    Row,
     Table,
-    Value,
+    TableRow,
     best_in_columns,
     best_in_rows,
     length,
@@ -33,13 +33,13 @@ class Metric:
     head: str
     key: str
     interval: bool
-    of: Callable[[Average | Cell], Value]
+    of: Callable[[Average | Cell], CellValue]
 
     def column(self, heads: tuple[str, ...], key: str = "") -> Column:
         """Under some headings."""
         return Column((*heads, self.head), "_".join(filter(None, (key, self.key))), self.interval)
 
-    def value(self, measured: Average | Cell | None) -> Value:
+    def value(self, measured: Average | Cell | None) -> CellValue:
         """Or an en dash."""
         return MISSING if measured is None else self.of(measured)
 
@@ -87,7 +87,7 @@ def token_verification(comparison: Comparison) -> Table:
     rows = []
     for target, kind in _drafters(comparison):
         averages = [_average(comparison.find(target, kind, label), "token", "paper") for label in labels]
-        rows.append(Row((target, kind), tuple(TAU.value(average) for average in averages)))
+        rows.append(TableRow((target, kind), tuple(TAU.value(average) for average in averages)))
     caption = f"The drafters of the main table. Means over the tasks. {COUNTED} Bold is the best of a row."
     title = "Token verification"
     return Table("token-verification", title, caption, ("Target", "Drafter"), columns, best_in_rows(rows))
@@ -108,7 +108,7 @@ def annealing(comparison: Comparison) -> Table:
     rows = []
     for label, title in titles.items():
         averages = [_average(comparison.find(t, k, label), r, "paper") for t, k, r in places]
-        rows.append(Row((title,), tuple(TAU.value(average) for average in averages)))
+        rows.append(TableRow((title,), tuple(TAU.value(average) for average in averages)))
     caption = f"BV loss with and without annealing. {COUNTED} Sampled columns are under block verification."
     comparable = rows if len(rows) > 1 else ()
     return Table("annealing", "Annealing", caption, ("Training loss",), columns, best_in_columns(comparable, 0))
@@ -129,7 +129,7 @@ def full(comparison: Comparison, target: str) -> Table:
         for entry in (e for e in comparison.of(target) if e.cells(rule, "paper")):
             measured = [*(entry.cell(rule, "paper", task.name) for task in tasks), entry.average(rule, "paper")]
             values = [metric.value(m) for m in measured for metric in metrics]
-            rows.append(Row((comparison.setting(rule), entry.kind, entry.label), tuple(values)))
+            rows.append(TableRow((comparison.setting(rule), entry.kind, entry.label), tuple(values)))
     caption = f"{COUNTED} Avg. is the mean over the tasks. Bold is the best of a column within a setting and drafter."
     name, title, labels = f"full-{comparison.file_name(target)}", f"All tasks, {target}", ("Setting", "Drafter", "Loss")
     return Table(name, title, caption, labels, tuple(columns), best_in_columns(rows, 2))
@@ -144,7 +144,7 @@ def lengths(comparison: Comparison) -> Table:
             average = entry.average(rule, choice)
             if average is not None:
                 values = tuple(metric.value(average) for metric in LENGTHS)
-                rows.append(Row((target, setting, entry.kind, entry.label), values))
+                rows.append(TableRow((target, setting, entry.kind, entry.label), values))
     caption = (
         "Means over the tasks with 95% intervals (bootstrap over prompts). Drafts only: without correction and bonus "
         "tokens. Whole blocks: rounds that kept every proposal. Predicted: from target paths, without decoding."
@@ -175,7 +175,7 @@ def seconds(comparison: Comparison) -> Table:
         values = [plain(spent.seconds.get(phase), "{:.2f}") for phase in shown]
         values += [plain(spent.total, "{:.2f}"), plain(round(spent.tokens), "{:,}")]
         values.append(plain(spent.tokens / spent.total if spent.total else None, "{:.1f}"))
-        rows.append(Row(names, tuple(values)))
+        rows.append(TableRow(names, tuple(values)))
     caption = "Seconds, summed over all generations of all tasks, beside autoregressive decoding in the same run."
     labels = ("Target", "Setting", "Drafter", "Loss")
     return Table("seconds", "Seconds by phase", caption, labels, tuple(columns), tuple(rows))
@@ -183,7 +183,7 @@ def seconds(comparison: Comparison) -> Table:
 
 def _losses_by_drafters(
     comparison: Comparison, rules: tuple[Rule, ...], choice: Choice, metrics: tuple[Metric, ...]
-) -> tuple[tuple[Column, ...], tuple[Row, ...]]:
+) -> tuple[tuple[Column, ...], tuple[TableRow, ...]]:
     """Rows are targets and losses; columns are rules, drafters and metrics."""
     places = [(rule, kind) for rule in _present(comparison, rules, choice) for kind in comparison.kinds]
     columns = tuple(
@@ -195,7 +195,7 @@ def _losses_by_drafters(
     for target in comparison.targets:
         for label in comparison.labels(target):
             averages = [_average(comparison.find(target, kind, label), rule, choice) for rule, kind in places]
-            rows.append(Row((target, label), tuple(metric.value(a) for a in averages for metric in metrics)))
+            rows.append(TableRow((target, label), tuple(metric.value(a) for a in averages for metric in metrics)))
     return columns, best_in_columns(rows, 1)
 
 

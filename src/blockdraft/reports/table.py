@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from blockdraft.evaluation.results import Estimate
+from blockdraft.evaluation.results import Interval
 
 WIDE = 11  # columns from which LaTeX shrinks a table to the width of the text
 
 
 @dataclass(frozen=True)
-class Value:
+class CellValue:
     """A cell.
 
     text: as shown. number: as computed, for CSV. interval: 95%. ranked: takes part in the search for the best one.
@@ -27,7 +27,7 @@ class Value:
     best: bool = False
 
 
-MISSING = Value("–")
+MISSING = CellValue("–")
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """Labels on the left, then one value per column."""
 
     labels: tuple[str, ...]
-    values: tuple[Value, ...]
+    values: tuple[CellValue, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Table:
     caption: str
     labels: tuple[str, ...]
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
     def markdown(self) -> str:
         """A GitHub table under its title; headings of several levels become lines of one cell."""
@@ -173,30 +173,30 @@ class Table:
         return num
 
 
-def length(estimate: Estimate) -> Value:
+def length(estimate: Interval) -> CellValue:
     """Tokens, with two decimals."""
     return _ranked(estimate, "{:.2f}".format)
 
 
-def times(estimate: Estimate) -> Value:
+def times(estimate: Interval) -> CellValue:
     """A factor: 3.71×."""
     return _ranked(estimate, "{:.2f}×".format)
 
 
-def with_interval(estimate: Estimate) -> Value:
+def with_interval(estimate: Interval) -> CellValue:
     """Tokens and the 95% interval: 4.95 [4.80, 5.10]."""
     shown = f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
-    return Value(shown, estimate.value, (estimate.low, estimate.high))
+    return CellValue(shown, estimate.value, (estimate.low, estimate.high))
 
 
-def plain(number: float | int | str | None, form: str = "{}") -> Value:
+def plain(number: float | int | str | None, form: str = "{}") -> CellValue:
     """Anything without interval and comparison."""
-    return MISSING if number is None else Value(form.format(number), number)
+    return MISSING if number is None else CellValue(form.format(number), number)
 
 
-def best_in_columns(rows: Sequence[Row], num_labels: int) -> tuple[Row, ...]:
+def best_in_columns(rows: Sequence[TableRow], num_labels: int) -> tuple[TableRow, ...]:
     """Mark the largest number of each column among rows that share their first labels; as shown, ties included."""
-    marked: list[Row] = []
+    marked: list[TableRow] = []
     for _, group in groupby(rows, lambda row: row.labels[:num_labels]):
         members = list(group)
         columns = [_mark([row.values[i] for row in members]) for i in range(len(members[0].values))]
@@ -204,12 +204,12 @@ def best_in_columns(rows: Sequence[Row], num_labels: int) -> tuple[Row, ...]:
     return tuple(marked)
 
 
-def best_in_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
+def best_in_rows(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
     """Mark the largest number of each row."""
     return tuple(replace(row, values=tuple(_mark(row.values))) for row in rows)
 
 
-def _mark(values: Sequence[Value]) -> list[Value]:
+def _mark(values: Sequence[CellValue]) -> list[CellValue]:
     ranked = [value for value in values if value.ranked]
     if len(ranked) < 2:
         return list(values)
@@ -217,12 +217,12 @@ def _mark(values: Sequence[Value]) -> list[Value]:
     return [replace(value, best=value.ranked and _shown(value) == top) for value in values]
 
 
-def _shown(value: Value) -> float:
+def _shown(value: CellValue) -> float:
     return float(value.text.rstrip("×"))
 
 
-def _ranked(estimate: Estimate, form: Callable[[float], str]) -> Value:
-    return Value(form(estimate.value), estimate.value, (estimate.low, estimate.high), ranked=True)
+def _ranked(estimate: Interval, form: Callable[[float], str]) -> CellValue:
+    return CellValue(form(estimate.value), estimate.value, (estimate.low, estimate.high), ranked=True)
 
 
 def _markdown(text: str) -> str:
@@ -241,7 +241,7 @@ def _latex(text: str) -> str:
     return re.sub(r"\bT=([\d.]*\d)", r"$T=\1$", escaped)
 
 
-def _html(value: Value) -> str:
+def _html(value: CellValue) -> str:
     shown = html.escape(value.text)
     title = ""
     if value.interval and value.ranked:

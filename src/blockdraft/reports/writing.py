@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockdraft.atomic import replacing
+from blockdraft.files import atomic_write
 from blockdraft.reports.drawing import Drawing
 from blockdraft.reports.figures import figures
 from blockdraft.reports.merging import read_evaluations
@@ -14,7 +14,7 @@ from blockdraft.reports.table import Table
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportFiles:
     """What was written: the page, the files of tables and figures, and the tables themselves."""
 
     page: Path
@@ -25,7 +25,7 @@ class Report:
 
 def write_report(
     folders: Sequence[str | Path], out: str | Path, on_file: Callable[[Path], None] = lambda _: None
-) -> Report:
+) -> ReportFiles:
     """Read evaluations, write ``out/report.html``, ``out/tables`` and ``out/figures``.
 
     Args:
@@ -38,7 +38,7 @@ def write_report(
     figure_files: list[Path] = []
 
     def write(file: Path, content: str | bytes, written: list[Path]) -> None:
-        with replacing(file) as unfinished:
+        with atomic_write(file) as unfinished:
             unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
         written.append(file)
         on_file(file)
@@ -53,4 +53,4 @@ def write_report(
         write(out / "figures" / f"{drawing.name}.svg", drawing.svg(), figure_files)
         drawings.append(drawing)
     write(out / "report.html", page(comparison, found, drawings), [])
-    return Report(out / "report.html", table_files, figure_files, found)
+    return ReportFiles(out / "report.html", table_files, figure_files, found)

@@ -1,26 +1,38 @@
-"""Frozen target models: features, hidden states, head, embedding, templates, the law that is sampled from them."""
+"""Frozen language models, seen the way a drafter needs them."""
 
 from blockdraft.targets.attention import Span
+from blockdraft.targets.batched_cache import BatchedKVCache
 from blockdraft.targets.cache import KVCache
-from blockdraft.targets.fingerprint import fingerprint
-from blockdraft.targets.loading import load_target
+from blockdraft.targets.loading import EMBEDDED, TargetShape, load_target, target_shape
 from blockdraft.targets.sampling import Sampling
-from blockdraft.targets.shape import TargetShape, target_shape
-from blockdraft.targets.slots import Slots
-from blockdraft.targets.target import DTYPES, Message, Target, TargetOutput, UnsupportedTargetError
+from blockdraft.targets.target import (
+    DTYPES,
+    Message,
+    Target,
+    TargetOutput,
+    UnsupportedTargetError,
+    choose_layers,
+    fingerprint,
+    template_fingerprint,
+    weights_fingerprint,
+)
 
 __all__ = [
     "DTYPES",
+    "EMBEDDED",
+    "BatchedKVCache",
     "KVCache",
     "Message",
     "Sampling",
-    "Slots",
     "Span",
     "Target",
     "TargetOutput",
     "TargetShape",
     "UnsupportedTargetError",
+    "choose_layers",
     "fingerprint",
     "load_target",
     "target_shape",
+    "template_fingerprint",
+    "weights_fingerprint",
 ]

@@ -1,14 +1,16 @@
-"""A frozen language model, seen the way a drafter needs it."""
+"""A frozen language model, seen the way a drafter needs it, and the fingerprint that names its weights."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from blockdraft.errors import BlockdraftError
 from blockdraft.targets.attention import Span, SpanAttention, attending, span_positions
 from blockdraft.targets.cache import KVCache
 
@@ -19,7 +21,7 @@ Message = dict[str, str]
 """``{"role": "user", "content": "..."}``."""
 
 
-class UnsupportedTargetError(ValueError):
+class UnsupportedTargetError(BlockdraftError):
     """A model this project cannot draft for, with the reason."""
 
 
@@ -243,3 +245,34 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
         eos = getattr(source, "eos_token_id", None)
         ids.update([eos] if isinstance(eos, int) else eos or [])
     return frozenset(ids)
+
+
+FINGERPRINT_SAMPLES = 1024
+"""Values read of each tensor, evenly spaced."""
+
+
+def fingerprint(target: Target) -> str:
+    """Return sixteen hexadecimal digits over the names, shapes and sampled values of all weights.
+
+    The values are rounded to bfloat16, so that one checkpoint has one fingerprint
+    in float32 and in bfloat16; a fine-tuned or requantised one has another.
+    """
+    return weights_fingerprint(target.model)
+
+
+def weights_fingerprint(module: nn.Module) -> str:
+    """Return the fingerprint of any module's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        flat = tensor.detach().flatten()
+        step = max(1, flat.numel() // FINGERPRINT_SAMPLES)
+        values = flat[::step][:FINGERPRINT_SAMPLES].to(torch.bfloat16).cpu()
+        digest.update(f"{name} {list(tensor.shape)}\n".encode())
+        digest.update(values.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def template_fingerprint(target: Target) -> str | None:
+    """Return sixteen hexadecimal digits over the chat template; None if the target has none."""
+    template = None if target.tokenizer is None else target.tokenizer.chat_template
+    return None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from blockdraft.atomic import replacing, sync
 from blockdraft.drafters import Drafter, save_drafter
+from blockdraft.files import atomic_write, sync
 
 LAST, BEST, STATE = "checkpoint", "best", "state.pt"
 
@@ -94,5 +94,5 @@ def truncate_metrics(path: Path, step: int) -> None:
             break  # cut short by a crash
     content = "".join(kept)
     if content != path.read_text():
-        with replacing(path) as unfinished:
+        with atomic_write(path) as unfinished:
             unfinished.write_text(content)

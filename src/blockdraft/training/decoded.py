@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from blockdraft.data import Paths
+from blockdraft.data import TextDataset
 from blockdraft.decoding import generate
 from blockdraft.drafters import Drafter
 from blockdraft.targets import Target
@@ -17,7 +17,7 @@ class Decoded:
     training's random state is not touched.
     """
 
-    def __init__(self, paths: Paths, num_prompts: int, target: Target, temperature: float, seed: int) -> None:
+    def __init__(self, paths: TextDataset, num_prompts: int, target: Target, temperature: float, seed: int) -> None:
         self.prompts = [paths[i][: paths.prompt_lengths[i]].tolist() for i in range(num_prompts)]
         self.target, self.temperature, self.seed = target, temperature, seed
 

@@ -1,7 +1,7 @@
 """What a run will take, before anything is launched.
 
 Weights, optimizer and files are counted exactly; activations and logits by the
-formulas in `Estimate`'s fields, which name what they leave out.
+formulas in `ResourceEstimate`'s fields, which name what they leave out.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ResourceEstimate:
     """Counts, and bytes.
 
     num_steps, num_tokens: of the whole run; tokens that the target reads, all epochs.
@@ -55,7 +55,7 @@ class Estimate:
         return sum(parts)
 
 
-def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_text: float) -> Estimate:
+def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_text: float) -> ResourceEstimate:
     """What the recipe takes on so many devices with so much data."""
     shape = target_shape(recipe.target.name, recipe.target.shape)
     config = DrafterConfig.for_target(recipe.drafter.kind, shape, **recipe.drafter.changes())
@@ -79,7 +79,7 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
     features = micro_tokens * (1 + num_features) * width * target_precision
     slots = micro_blocks * config.num_slots * config.num_layers * kept_per_slot * width * precision
     chunk = min(CHUNK_BYTES, positions * shape.vocab_size * 4)
-    return Estimate(
+    return ResourceEstimate(
         num_devices=num_devices,
         num_steps=num_steps,
         num_tokens=round(num_steps * min(recipe.batch.num_texts, num_texts) * tokens_per_text),

@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from blockdraft.data import Batch, Chosen, Paths, Plan, collate, share_out
+from blockdraft.data import Batch, BatchSampler, TextAnchors, TextDataset, collate, partition
 
 
-class Feed:
+class PrefetchingLoader:
     """What this process trains on, step by step: ``accumulation`` batches each."""
 
-    def __init__(self, plan: Plan, paths: Paths, *, rank: int, num_processes: int, accumulation: int) -> None:
+    def __init__(
+        self, plan: BatchSampler, paths: TextDataset, *, rank: int, num_processes: int, accumulation: int
+    ) -> None:
         self.plan, self.paths = plan, paths
         self.rank, self.num_processes, self.accumulation = rank, num_processes, accumulation
         self.seconds_waited = 0.0
@@ -34,15 +36,15 @@ class Feed:
     def batches(self, step: int) -> list[tuple[Batch, list[int]]]:
         """Of one optimizer step, counted from the beginning of training."""
         chosen = self.plan.step(*divmod(step, self.plan.steps_per_epoch))
-        parts = share_out(chosen, self.num_processes * self.accumulation, self.paths)
+        parts = partition(chosen, self.num_processes * self.accumulation, self.paths)
         mine = parts[self.rank * self.accumulation : (self.rank + 1) * self.accumulation]
         return [self._batch(part, chosen) for part in mine]
 
-    def _batch(self, part: list[Chosen], chosen: list[Chosen]) -> tuple[Batch, list[int]]:
+    def _batch(self, part: list[TextAnchors], chosen: list[TextAnchors]) -> tuple[Batch, list[int]]:
         """Tensors of a part. An empty one becomes a block that counts for nothing: every process takes part."""
         if part:
             return collate(part, self.paths, self.plan.num_proposals), [each.text for each in part]
         some = chosen[0].text
-        ghost = Chosen(some, np.array([self.paths.prompt_lengths[some]]))
+        ghost = TextAnchors(some, np.array([self.paths.prompt_lengths[some]]))
         batch = collate([ghost], self.paths, self.plan.num_proposals)
         return replace(batch, valid=torch.zeros_like(batch.valid)), [some]

@@ -7,13 +7,14 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from blockdraft.errors import BlockdraftError
 from blockdraft.losses import Objective, objective
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Kind = Literal["dflash", "dspark"]
 
 
-class RecipeError(ValueError):
+class RecipeError(BlockdraftError):
     """A recipe that cannot be used, with the reason."""
 
 
@@ -79,7 +80,7 @@ class AnnealingPart(Part):
 
 
 class DataPart(Part):
-    """Paths of the target. ``heldout`` texts are kept for measuring."""
+    """TextDataset of the target. ``heldout`` texts are kept for measuring."""
 
     path: Path | None = None
     heldout: int = Field(256, ge=0)

@@ -25,16 +25,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import blockdraft
-from blockdraft.atomic import locked, replacing
-from blockdraft.data import CachedFeatures, Features, OnlineFeatures, Plan, build_cache, open_paths
+from blockdraft.data import BatchSampler, CachedFeatures, Features, OnlineFeatures, build_cache, open_dataset
 from blockdraft.data.features import refuse_large_cache
+from blockdraft.distributed import Distributed, shard
+from blockdraft.errors import BlockdraftError
+from blockdraft.files import atomic_write, exclusive
 from blockdraft.losses import Annealing
-from blockdraft.processes import Processes, shard
 from blockdraft.targets import Target, fingerprint
 from blockdraft.training.allocator import keep_freed_memory
 from blockdraft.training.checkpoints import Checkpoints, truncate_metrics
 from blockdraft.training.decoded import Decoded
-from blockdraft.training.feed import Feed
+from blockdraft.training.feed import PrefetchingLoader
 from blockdraft.training.heldout import HeldOut, summary
 from blockdraft.training.initial import new_drafter
 from blockdraft.training.logs import Logs, check_trackers
@@ -45,7 +46,7 @@ from blockdraft.training.step import Step
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-class TrainingError(RuntimeError):
+class TrainingError(BlockdraftError):
     """A run that cannot go on, with what is known and what to try."""
 
 
@@ -69,14 +70,14 @@ class Trainer:
     accumulated batches share a step decides only the rounding.
     """
 
-    def __init__(self, recipe: Recipe, target: Target, run: str | Path, processes: Processes | None = None) -> None:
+    def __init__(self, recipe: Recipe, target: Target, run: str | Path, processes: Distributed | None = None) -> None:
         """Set up a new run, or go on with one that was interrupted."""
         keep_freed_memory()
         if recipe.runtime.threads is not None:
             torch.set_num_threads(recipe.runtime.threads)
         self.recipe, self.target, self.run_folder = recipe, target, Path(run)
-        self.processes = processes or Processes(recipe.runtime.device)
-        self.lockstep = self.processes.distributed and (
+        self.processes = processes or Distributed(recipe.runtime.device)
+        self.lockstep = self.processes.is_distributed and (
             recipe.runtime.parallel == "fsdp" or recipe.runtime.shard_target
         )
         if self.lockstep and recipe.record.decode_prompts:
@@ -86,7 +87,7 @@ class Trainer:
             )
         if recipe.data.path is None:
             raise RecipeError("the recipe has no data; set data.path to a folder that data regenerate wrote")
-        self.paths = open_paths(recipe.data.path, target)
+        self.paths = open_dataset(recipe.data.path, target)
         self._fingerprint = fingerprint(target)  # before its layers may be sharded
         _refuse_other_law(recipe, self.paths.manifest)
         training, heldout = self.paths.split(recipe.data.heldout, recipe.seed)
@@ -94,14 +95,14 @@ class Trainer:
         drafter.checkpoint_activations = recipe.runtime.checkpoint_activations
         self.drafter, self.config = drafter, drafter.config
         batch = recipe.batch
-        self.plan = Plan(
+        self.plan = BatchSampler(
             training, num_texts=batch.num_texts, num_anchors=batch.num_anchors,
             num_proposals=self.config.num_proposals, seed=recipe.seed, full_blocks=batch.full_blocks,
         )  # fmt: skip
         all_steps = recipe.optimizer.epochs * self.plan.steps_per_epoch
         self.num_steps = min(all_steps, recipe.optimizer.max_steps or all_steps)
-        self.feed = Feed(
-            self.plan, training, rank=self.processes.rank, num_processes=self.processes.num,
+        self.feed = PrefetchingLoader(
+            self.plan, training, rank=self.processes.rank, num_processes=self.processes.world_size,
             accumulation=batch.accumulation,
         )  # fmt: skip
         self.features = self._features(training)
@@ -112,7 +113,7 @@ class Trainer:
             blocks = recipe.record.heldout_blocks
             temperature = recipe.make_objective().temperature
             self.heldout = HeldOut(heldout, blocks, self.config.num_proposals, recipe.seed, online, temperature)
-            if recipe.record.decode_prompts and self.processes.first:
+            if recipe.record.decode_prompts and self.processes.is_main:
                 self.decoded = Decoded(heldout, recipe.record.decode_prompts, target, temperature, recipe.seed)
         self.objective = recipe.make_objective()
         self.annealing = Annealing(self.num_steps, **recipe.annealing.model_dump())
@@ -122,7 +123,7 @@ class Trainer:
         if recipe.runtime.compile:
             for layer in layers:
                 layer.compile()
-        if recipe.runtime.shard_target and self.processes.distributed:
+        if recipe.runtime.shard_target and self.processes.is_distributed:
             for layer in target.model.model.layers:
                 shard(layer, [])
         self.module = self.processes.wrap(self.step_module, recipe.runtime.parallel, layers)
@@ -145,9 +146,8 @@ class Trainer:
         check_trackers(self.recipe)
         with contextlib.ExitStack() as stack:
             logs = None
-            if self.processes.first:
-                if not stack.enter_context(locked(self.run_folder)):
-                    raise RecipeError(f"another process trains in {self.run_folder}; choose another --out")
+            if self.processes.is_main:
+                stack.enter_context(exclusive(self.run_folder))
                 truncate_metrics(self.run_folder / "metrics.jsonl", self.step or -1)
                 logs = Logs(self.run_folder, self.recipe)
                 stack.callback(logs.close)
@@ -198,10 +198,10 @@ class Trainer:
                 numerator.backward()
             lengths = [getattr(stats, rule).sum() for rule in ("greedy", "token", "block")]
             sums += torch.stack([numerator.detach(), denominator, stats.num_blocks, *lengths]).double()
-        totals = processes.total(sums)
+        totals = processes.all_reduce(sums)
         num_blocks = max(1.0, float(totals[2]))
         loss = float(objective.reduce(totals[0], totals[1]))
-        scale = objective.gradient_scale(totals[0], totals[1]) * processes.num  # gradients were averaged
+        scale = objective.gradient_scale(totals[0], totals[1]) * processes.world_size  # gradients were averaged
         for parameter in self.drafter.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.dtype))
@@ -240,13 +240,13 @@ class Trainer:
         optimizer = get_optimizer_state_dict(self.drafter, self.optimizer, options=WHOLE)
         if self.heldout is None or (length is not None and length > self.best_length):
             self.best_step, self.best_length = self.step, length or 0.0
-        if self.processes.first:
+        if self.processes.is_main:
             state = {
                 "optimizer": optimizer, "random": torch.get_rng_state(),
                 "best_step": self.best_step, "best_length": self.best_length,
             }  # fmt: skip
             self.checkpoints.save(self.step, self.drafter, tensors, state, best_step=self.best_step)
-        self.processes.wait()
+        self.processes.barrier()
 
     # Setting up
 
@@ -267,12 +267,12 @@ class Trainer:
             self.step = state["step"]
             self.best_step, self.best_length = state["best_step"], state["best_length"]
             self.annealing.load_state_dict({"step": self.step})
-        if self.processes.first and not file.exists():
-            with replacing(self.run_folder / "recipe.yaml") as unfinished:
+        if self.processes.is_main and not file.exists():
+            with atomic_write(self.run_folder / "recipe.yaml") as unfinished:
                 unfinished.write_text(self.recipe.to_yaml())
-            with replacing(file) as unfinished:
+            with atomic_write(file) as unfinished:
                 unfinished.write_text(json.dumps(about, indent=2) + "\n")
-        self.processes.wait()
+        self.processes.barrier()
 
     def _about(self) -> dict[str, Any]:
         return {
@@ -297,9 +297,9 @@ class Trainer:
         assert data.cache is not None
         max_bytes = int(data.cache_gib * 2**30)
         refuse_large_cache(self.target, training, layers, max_bytes)
-        if self.processes.first:
+        if self.processes.is_main:
             build_cache(data.cache, self.target, training, layers, max_bytes=max_bytes)
-        self.processes.wait()
+        self.processes.barrier()
         return CachedFeatures(data.cache, self.target, training, layers)
 
     def _precision(self) -> torch.dtype:
@@ -313,7 +313,7 @@ class Trainer:
 
     def _stopping(self) -> bool:
         asked = torch.tensor(float(self._asked_to_stop is not None))
-        return float(self.processes.total(asked)) > 0
+        return float(self.processes.all_reduce(asked)) > 0
 
     def _refuse_non_finite(self, loss: float, norm: float) -> None:
         bad = [name for name, value in (("loss", loss), ("gradient", norm)) if not abs(value) < float("inf")]

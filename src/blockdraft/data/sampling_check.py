@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.data.paths import Paths
+from blockdraft.data.paths import TextDataset
 from blockdraft.targets import Sampling, Target
 
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5)
@@ -32,7 +32,7 @@ TOP = 1024
 
 
 @dataclass(frozen=True)
-class LawCheck:
+class SamplingCheck:
     """What a sample of tokens says.
 
     num_tokens: looked at.
@@ -69,12 +69,12 @@ class LawCheck:
         return "not as sampled at temperature 1 over the whole vocabulary; most like " + ", ".join(parts)
 
 
-def check_law(paths: Paths, target: Target, *, num_tokens: int = 20_000, seed: int = 0) -> LawCheck:
+def check_sampling(paths: TextDataset, target: Target, *, num_tokens: int = 20_000, seed: int = 0) -> SamplingCheck:
     """Compare a sample of stored responses with the target's law."""
     seen = _observe(target, *_sample(paths, target, num_tokens, seed))
     scores = _likelihoods(seen)
     best = max(scores, key=lambda law: scores[law] - 2 * _num_choices(law))
-    return LawCheck(
+    return SamplingCheck(
         num_tokens=len(seen.rank),
         mean_log_prob=float(seen.log_prob.mean()),
         mean_entropy=float(seen.entropy.mean()),
@@ -150,7 +150,7 @@ def _num_choices(law: Sampling) -> int:
     return (law.temperature != 1) + (law.top_k > 0) + (law.top_p < 1)
 
 
-def _sample(paths: Paths, target: Target, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+def _sample(paths: TextDataset, target: Target, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
     """Hidden states ``[n, H]`` that predict response tokens ``[n]``, of whole responses in random order."""
     hidden, tokens, found = [], [], 0
     for text in np.random.default_rng(seed).permutation(len(paths)):

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from blockdraft.data import Dialogue, LocalEngine, Paths, Prompt, Settings, check_law
+from blockdraft.data import Conversation, GenerationSettings, LocalEngine, Prompt, TextDataset, check_sampling
 from blockdraft.targets import Sampling
 
 from tiny import tiny_target
 
 
 def sampled(target, sampling, num=160):
-    settings = Settings(sampling, max_new_tokens=25, max_length=60)
+    settings = GenerationSettings(sampling, max_new_tokens=25, max_length=60)
     prompts = [Prompt(f"p{i}", (f"w{5 + i % 35} w{5 + i * 3 % 35}",)) for i in range(num)]
-    dialogues = [Dialogue(prompt, index, target, settings) for index, prompt in enumerate(prompts)]
+    dialogues = [Conversation(prompt, index, target, settings) for index, prompt in enumerate(prompts)]
     done = sorted(LocalEngine(target, settings, 32).run(dialogues), key=lambda each: each.index)
-    return Paths.of([row for dialogue in done for row in dialogue.rows])
+    return TextDataset.of([row for dialogue in done for row in dialogue.rows])
 
 
 def test_z_is_that_of_the_definition():
@@ -29,13 +29,13 @@ def test_z_is_that_of_the_definition():
             entropy = -float((log_p.exp() * log_p).sum())
             distance += float(log_p[ids[at]]) + entropy
             variance += float((log_p.exp() * log_p.square()).sum()) - entropy**2
-    assert check_law(paths, target).z == pytest.approx(distance / variance**0.5, rel=1e-4)
+    assert check_sampling(paths, target).z == pytest.approx(distance / variance**0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_data_sampled_as_it_should_be_passes(seed):
     target = tiny_target(seed=seed)
-    check = check_law(sampled(target, Sampling()), target)
+    check = check_sampling(sampled(target, Sampling()), target)
     assert check.plain
     assert abs(check.z) < 4
     assert check.verdict == "as sampled at temperature 1 over the whole vocabulary"
@@ -54,13 +54,13 @@ def test_data_sampled_as_it_should_be_passes(seed):
 )
 def test_other_laws_are_caught_and_named(sampling, named):
     target = tiny_target()
-    check = check_law(sampled(target, sampling), target)
+    check = check_sampling(sampled(target, sampling), target)
     assert not check.plain
     assert named in check.verdict
 
 
 def test_text_of_another_model_is_caught():
-    check = check_law(sampled(tiny_target(seed=1), Sampling()), tiny_target())
+    check = check_sampling(sampled(tiny_target(seed=1), Sampling()), tiny_target())
     assert not check.plain
     assert check.z < -4
 
@@ -68,4 +68,4 @@ def test_text_of_another_model_is_caught():
 def test_only_so_many_tokens_are_looked_at():
     target = tiny_target()
     paths = sampled(target, Sampling())
-    assert 300 <= check_law(paths, target, num_tokens=300).num_tokens < 330
+    assert 300 <= check_sampling(paths, target, num_tokens=300).num_tokens < 330

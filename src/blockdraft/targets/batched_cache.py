@@ -1,4 +1,4 @@
-"""Many texts decoded side by side, each at its own length: one slot of a shared cache per text.
+"""A batched KV cache: many texts decoded side by side, each at its own length, one slot of the cache per text.
 
 The texts in use fill the slots from the front without gaps, so that every pass
 works on slices of the storage. A text that ends gives its slot to the last one.
@@ -18,13 +18,13 @@ from blockdraft.targets.target import Target
 ROOM_AHEAD = 64
 
 
-class Slots:
+class BatchedKVCache:
     """A target over up to ``num_slots`` texts of up to ``capacity`` tokens."""
 
     def __init__(self, target: Target, num_slots: int, capacity: int) -> None:
         self.target, self.num_slots, self.capacity = target, num_slots, capacity
         self.lengths: list[int] = []
-        self._layers = [_Layer(self) for _ in range(target.num_layers)]
+        self._layers = [_BatchedLayer(self) for _ in range(target.num_layers)]
         self._cache = Cache(layers=list(self._layers))
         self._first = 0
         self._seen: Tensor | None = None
@@ -86,12 +86,12 @@ class Slots:
         return hidden
 
 
-class _Layer(CacheLayerMixin):
+class _BatchedLayer(CacheLayerMixin):
     """Keys and values of one layer, ``[slots, kv_heads, room, d]``."""
 
     is_sliding = False
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: BatchedKVCache) -> None:
         super().__init__()
         self.slots = slots
 

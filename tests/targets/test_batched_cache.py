@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from blockdraft.targets import Slots, Span
+from blockdraft.targets import BatchedKVCache, Span
 
 from tiny import FAMILIES, tiny_target
 
@@ -18,7 +18,7 @@ def alone(target, text):
 def test_hidden_states_are_those_of_each_text_alone_while_texts_come_and_go(family):
     target = tiny_target(family)
     dice = random.Random(0)
-    slots, texts = Slots(target, 5, 40), []
+    slots, texts = BatchedKVCache(target, 5, 40), []
     for _ in range(60):
         free = 5 - len(texts)
         if free and dice.random() < 0.5:
@@ -50,7 +50,7 @@ def test_storage_that_was_never_written_does_not_matter(monkeypatch):
         return out.fill_(torch.nan) if out.is_floating_point() else out
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    slots = Slots(target, 3, 200)
+    slots = BatchedKVCache(target, 3, 200)
     slots.add([[5, 6, 7], list(range(3, 30))])
     for token in range(3, 20):
         hidden = slots.step([token, token])
@@ -60,7 +60,7 @@ def test_storage_that_was_never_written_does_not_matter(monkeypatch):
 
 def test_storage_grows_with_the_texts_and_not_with_the_capacity():
     target = tiny_target()
-    slots = Slots(target, 3, 10**7)
+    slots = BatchedKVCache(target, 3, 10**7)
     slots.add([[5, 6, 7], list(range(3, 30))])
     tokens = [3 + number % 20 for number in range(200)]
     for token in tokens:
@@ -71,7 +71,7 @@ def test_storage_grows_with_the_texts_and_not_with_the_capacity():
 
 def test_more_texts_or_tokens_than_there_is_room_for_are_refused():
     target = tiny_target()
-    slots = Slots(target, 2, 4)
+    slots = BatchedKVCache(target, 2, 4)
     with pytest.raises(ValueError, match="2 slots are taken; 3 texts"):
         slots.add([[3], [4], [5]])
     with pytest.raises(ValueError, match="a slot holds 4 tokens; a text has 5"):
@@ -84,7 +84,7 @@ def test_more_texts_or_tokens_than_there_is_room_for_are_refused():
 def test_the_target_is_as_before_afterwards():
     target = tiny_target()
     usual = target.model.config._attn_implementation
-    slots = Slots(target, 1, 4)
+    slots = BatchedKVCache(target, 1, 4)
     slots.add([[3, 4]])
     with pytest.raises(IndexError):
         slots.step([10_000])

@@ -1,0 +1,106 @@
+"""One process or many: the device, the process group, and modules that are replicated or sharded over it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from blockdraft.errors import BlockdraftError
+
+
+class DeviceError(BlockdraftError):
+    """The device that was asked for is not there."""
+
+
+def default_device() -> str:
+    """Return the accelerator of this machine if there is one, the CPU otherwise."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def choose_device(name: str | torch.device | None = None) -> torch.device:
+    """Return the device of this name, or the default one; `DeviceError` if nothing can be put there."""
+    wanted = name if name is not None else default_device()
+    try:
+        torch.empty(0, device=wanted)
+        return torch.device(wanted)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DeviceError(f"device {str(wanted)!r} cannot be used: {reason}; choose another with --device") from error
+
+
+class Distributed:
+    """The process group that torchrun made, or this process alone.
+
+    device: where this process computes.
+    rank, world_size: which process this is, and how many there are.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        self.is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        chosen = choose_device(device)
+        if self.is_distributed and chosen.type == "cuda" and chosen.index is None:
+            chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(chosen)
+        self.device = chosen
+        if self.is_distributed and not dist.is_initialized():
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(hours=6))  # one process may fill a cache meanwhile
+        self.rank = dist.get_rank() if self.is_distributed else 0
+        self.world_size = dist.get_world_size() if self.is_distributed else 1
+
+    @property
+    def is_main(self) -> bool:
+        """True in the one process that writes files and shows progress."""
+        return self.rank == 0
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Return the sum over all processes, in double precision."""
+        values = values.detach().double().to(self.device)
+        if self.is_distributed:
+            dist.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        if self.is_distributed:
+            dist.barrier()
+
+    def wrap(self, module: nn.Module, parallel: str, layers: list[nn.Module]) -> nn.Module:
+        """Replicate (``ddp``) or shard (``fsdp``) a module over the processes."""
+        if not self.is_distributed:
+            return module
+        if parallel == "fsdp":
+            shard(module, layers)
+            return module
+        devices = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=devices)
+
+    @contextmanager
+    def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
+        """Exchange gradients only in the last backward pass of a step."""
+        if isinstance(module, DistributedDataParallel) and not last:
+            with module.no_sync():
+                yield
+        else:
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(last)
+            yield
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self.is_distributed and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def shard(module: nn.Module, layers: list[nn.Module]) -> None:
+    """Shard a module with FSDP2: each layer is a group of its own, the rest belongs to the root."""
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(module)
