@@ -83,7 +83,7 @@ def measure(target: str, options: argparse.Namespace, file: Path) -> dict[str, A
     found["split"] = split(steps["as shipped"])
     found["allocator"] = {name: compare(each, steps["as shipped"]) for name, each in steps.items()}
     # without decay over positions or warm-up, so that both packages minimise the same number at the same rate
-    settings = [*options.settings, "objective.options.eta=.inf", "optimizer.warmup=0"]
+    settings = [*options.settings, "objective.options.eta=.inf", "optimizer.warmup_ratio=0"]
     cases = {"blockdraft": ours(f"{target}-dflash-kl", settings, *threads, "--given", file)}
     if options.speculators.exists():
         for attention in options.attention:

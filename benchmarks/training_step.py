@@ -181,7 +181,12 @@ def main() -> None:
     if options.default_allocator:
         trainer.keep_freed_memory = lambda: False
     with tempfile.TemporaryDirectory() as folder:
-        settings = [f"data.path={folder}/data", "data.heldout=0", "optimizer.epochs=100000", *options.assignments]
+        settings = [
+            f"data.path={folder}/data",
+            "data.num_heldout=0",
+            "optimizer.num_train_epochs=100000",
+            *options.assignments,
+        ]
         recipe = load_recipe(options.recipe, settings)
         target = load_target(recipe.target.name)
         make_data(Path(folder) / "data", target, recipe.batch.num_texts)

@@ -8,8 +8,9 @@ from blockdraft import demo
 from blockdraft.demo import Demo, DemoError, Size
 
 SMALL = (
-    "optimizer.max_steps=4", "drafter.num_layers=1", "drafter.num_proposals=4", "data.heldout=4", "record.log_every=1",
-    "record.heldout_blocks=16", "record.save_every=2", "optimizer.epochs=2", "batch.num_texts=8",
+    "optimizer.max_steps=4", "drafter.num_layers=1", "drafter.num_proposals=4", "data.num_heldout=4",
+    "logging.logging_steps=1",
+    "logging.heldout_blocks=16", "logging.save_steps=2", "optimizer.num_train_epochs=2", "batch.num_texts=8",
 )  # fmt: skip
 TINY = Size("no", 20, 24, 2, 16, 2, changes=SMALL)
 

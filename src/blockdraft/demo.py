@@ -30,9 +30,9 @@ from blockdraft.data.sources import pocket_prompts
 from blockdraft.drafters import DrafterConfig
 from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation import Evaluation, Protocol, Results, load_candidates, load_tasks
+from blockdraft.recipes import load_recipe
 from blockdraft.reports import ReportFiles, write_report
 from blockdraft.targets import Target, load_target
-from blockdraft.training import load_recipe
 
 OBJECTIVES = ("ce", "bv")
 
@@ -65,8 +65,9 @@ SIZES = {
     "smollm2": Size(
         "ninety", 400, 128, 3, 64, 4,
         changes=(
-            "drafter.initial=target", "data.heldout=40", "batch.num_texts=8", "batch.num_anchors=64",
-            "optimizer.epochs=20", "optimizer.rate=1e-3", "record.heldout_blocks=256", "record.log_every=1",
+            "drafter.initial=target", "data.num_heldout=40", "batch.num_texts=8", "batch.num_anchors=64",
+            "optimizer.num_train_epochs=20", "optimizer.learning_rate=1e-3", "logging.heldout_blocks=256",
+            "logging.logging_steps=1",
         ),
     ),
 }  # fmt: skip
@@ -101,7 +102,7 @@ class Demo:
 
     def _recipe(self, name: str) -> tuple[str, list[str]]:
         cached = ["data.features=cached", f"data.cache={self.out / 'features'}"]
-        kept = ["record.keep_epochs=true", "record.tensorboard=false", "runtime.device=cpu"]
+        kept = ["logging.keep_epoch_checkpoints=true", "logging.tensorboard=false", "runtime.device=cpu"]
         return f"{self.name}-dflash-{name}", [f"data.path={self.out / 'data'}", *cached, *kept, *self.size.changes]
 
     def _data(self, target: Target) -> None:
@@ -124,8 +125,8 @@ class Demo:
     def _features(self, target: Target) -> None:
         """What the drafters read of the target, computed once for both."""
         recipe = load_recipe(*self._recipe(OBJECTIVES[0]))
-        config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.changes())
-        training, _ = open_dataset(self.out / "data", target).split(recipe.data.heldout, recipe.seed)
+        config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.config_options())
+        training, _ = open_dataset(self.out / "data", target).split(recipe.data.num_heldout, recipe.seed)
         of, done = len(training.tokens), 0
 
         def count(tokens: int) -> None:

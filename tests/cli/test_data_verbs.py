@@ -32,7 +32,7 @@ def test_from_prompts_to_a_drafter(story):
     assert shown.returncode == 0, shown.stderr
     assert "<|im_start|>user" in shown.stdout
     assert "as sampled at temperature 1 over the whole vocabulary" in shown.stdout
-    small = ["data.path=d", "data.heldout=4", "batch.num_anchors=16", "optimizer.max_steps=3"]
+    small = ["data.path=d", "data.num_heldout=4", "batch.num_anchors=16", "optimizer.max_steps=3"]
     trained = blockdraft("train", "pocket-dflash-bv", *small, "--out", "run", "--json", cwd=story)
     assert trained.returncode == 0, trained.stderr
     assert json.loads(trained.stdout)["step"] == 3
@@ -54,7 +54,7 @@ def test_from_prompts_to_a_drafter(story):
         ("train pocket-dflash-bv", "set data.path"),
         ("train pocket-dflash-bv data.path=nothing", "is not a data folder"),
         ("train pocket-dflash-bv data.path=d runtime.device=banana", "device banana"),
-        ("train pocket-dflash-bv data.path=d data.heldout=4 --out p.jsonl", "p.jsonl"),
+        ("train pocket-dflash-bv data.path=d data.num_heldout=4 --out p.jsonl", "p.jsonl"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_message_and_exit_code_2(story, arguments, message):

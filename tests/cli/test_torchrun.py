@@ -11,14 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from blockdraft.recipes import load_recipe
 from blockdraft.targets import load_target
-from blockdraft.training import Trainer, load_recipe
+from blockdraft.training import Trainer
 
 from runs import make_data
 
 SETTINGS = [
-    "data.path=d", "data.heldout=4", "batch.num_texts=4", "batch.num_anchors=24", "optimizer.epochs=6",
-    "optimizer.rate=3.0e-4", "record.heldout_blocks=16", "record.log_every=1", "record.tensorboard=false",
+    "data.path=d", "data.num_heldout=4", "batch.num_texts=4", "batch.num_anchors=24", "optimizer.num_train_epochs=6",
+    "optimizer.learning_rate=3.0e-4", "logging.heldout_blocks=16", "logging.logging_steps=1",
+    "logging.tensorboard=false",
 ]  # fmt: skip
 TRAIN = ["--standalone", "--nproc-per-node", "2", "-m", "blockdraft", "train", "pocket-dflash-bv", *SETTINGS]
 

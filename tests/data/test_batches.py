@@ -108,11 +108,11 @@ def test_a_batch_holds_the_right_tokens_and_masks(lengths, num_proposals, num_pa
         batch = collate(part, paths, num_proposals)
         expected = [(each.text, int(anchor)) for each in part for anchor in each.anchors]
         seen += expected
-        assert batch.path.shape == (len(expected), num_proposals + 1)
+        assert batch.block_tokens.shape == (len(expected), num_proposals + 1)
         for block, (text, anchor) in enumerate(expected):
             follows = paths[text][anchor : anchor + num_proposals + 1].tolist()
             num_valid = len(follows) - 1
-            assert batch.path[block].tolist() == follows + [0] * (num_proposals - num_valid)
+            assert batch.block_tokens[block].tolist() == follows + [0] * (num_proposals - num_valid)
             assert batch.valid[block].tolist() == [True] * num_valid + [False] * (num_proposals - num_valid)
             row, at, start = (int(x[block]) for x in (batch.anchors.row, batch.anchors.position, batch.anchors.start))
             assert batch.tokens[row, start : at + 1].tolist() == paths[text][: anchor + 1].tolist()
@@ -159,14 +159,14 @@ def test_a_packed_batch_trains_on_what_each_block_alone_would_see(kind, seed):
     features = OnlineFeatures(target, drafter.config.target_layers)
     batch = collate(part, paths, 4)
     output = features(batch, [each.text for each in part])
-    hidden = drafter(output.features, batch.path[:, 0], batch.anchors, target)
+    hidden = drafter(output.features, batch.anchor_tokens, batch.anchors, target)
     at_blocks = batch.at_blocks(output.hidden)
     block = 0
     for each in part:
         for anchor in each.anchors:
             single = collate([type(each)(each.text, np.array([anchor]))], paths, 4)
             alone = features(single, [each.text])
-            one = drafter(alone.features, single.path[:, 0], single.anchors, target)
+            one = drafter(alone.features, single.anchor_tokens, single.anchors, target)
             torch.testing.assert_close(hidden[block], one[0])
             valid = batch.valid[block]
             torch.testing.assert_close(at_blocks[block][valid], single.at_blocks(alone.hidden)[0][valid])

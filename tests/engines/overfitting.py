@@ -5,7 +5,7 @@ from torch.nn.functional import cross_entropy
 
 from blockdraft.decoding import generate
 from blockdraft.drafters import Anchors, DrafterConfig, build_drafter
-from blockdraft.training.initial import initialise
+from blockdraft.training.initialization import initialise
 
 NUM_OTHERS = 2048
 

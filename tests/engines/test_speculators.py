@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from blockdraft.drafters import Anchors, DrafterConfig, SlotLayout, build_drafter, load_drafter
 from blockdraft.export import export_drafter, export_target
 from blockdraft.targets import load_target
-from blockdraft.training.initial import initialise
+from blockdraft.training.initialization import initialise
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-speculators" / "bin" / "python"

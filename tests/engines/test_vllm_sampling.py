@@ -11,7 +11,7 @@ from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.export import export_drafter, export_target
 from blockdraft.export.commands import BLOCK, vllm_config
 from blockdraft.targets import load_target
-from blockdraft.training.initial import initialise
+from blockdraft.training.initialization import initialise
 
 from overfitting import overfit_drafter
 from vllm_cpu import run_vllm

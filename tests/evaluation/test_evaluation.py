@@ -292,7 +292,7 @@ def test_prompts_without_room_are_left_out_for_every_way(tmp_path):
 
 def test_what_stands_against_dynamics_is_said_and_no_more(tmp_path, capsys):
     data = runs.make_data(tmp_path / "data")
-    trainer = runs.train(data, tmp_path / "run", "record.keep_epochs=true")
+    trainer = runs.train(data, tmp_path / "run", "logging.keep_epoch_checkpoints=true")
     next(data.glob("*.parquet")).unlink()
     candidates = load_candidates([str(tmp_path / "run")], trainer.target)
     few = Protocol(rules=("greedy",), max_new_tokens=8, num_bootstrap=5, num_traces=0, dynamics_texts=4)
@@ -304,7 +304,7 @@ def test_what_stands_against_dynamics_is_said_and_no_more(tmp_path, capsys):
 
 def test_dynamics_of_a_run_that_kept_its_epochs(tmp_path):
     data = runs.make_data(tmp_path / "data")
-    trainer = runs.train(data, tmp_path / "run", "record.keep_epochs=true")
+    trainer = runs.train(data, tmp_path / "run", "logging.keep_epoch_checkpoints=true")
     target = trainer.target
     found = load_candidates([str(tmp_path / "run")], target)[0]
     assert (found.name, found.label, found.objective) == ("run", "BV", "bv")

@@ -19,7 +19,7 @@ from tiny import tiny_drafter, tiny_target
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    train(make_data(folder / "data"), folder / "run", "optimizer.epochs=1", "drafter.kind=dspark")
+    train(make_data(folder / "data"), folder / "run", "optimizer.num_train_epochs=1", "drafter.kind=dspark")
     return folder
 
 

@@ -3,15 +3,16 @@
 import torch
 
 from blockdraft.data import GenerationSettings, LocalEngine, Prompt, regenerate
-from blockdraft.training import Recipe, Trainer
-from blockdraft.training.recipe import override, parse
+from blockdraft.recipes import Recipe, override, parse
+from blockdraft.training import Trainer
 
 from tiny import tiny_target
 
 SMALL = [
     "drafter.num_layers=2", "drafter.num_proposals=4", "drafter.num_features=3", "drafter.markov_rank=6",
-    "batch.num_texts=6", "batch.num_anchors=30", "optimizer.epochs=2", "optimizer.rate=0.003", "data.heldout=6",
-    "record.heldout_blocks=40", "record.log_every=1", "record.save_every=3", "record.tensorboard=false",
+    "batch.num_texts=6", "batch.num_anchors=30", "optimizer.num_train_epochs=2", "optimizer.learning_rate=0.003",
+    "data.num_heldout=6",
+    "logging.heldout_blocks=40", "logging.logging_steps=1", "logging.save_steps=3", "logging.tensorboard=false",
 ]  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def recipe(data, *assignments) -> Recipe:
 
 def train(data, run, *assignments, model=None, **options):
     trainer = Trainer(recipe(data, *assignments), model or target(), run, **options)
-    trainer.run()
+    trainer.train()
     return trainer
 
 

@@ -5,8 +5,8 @@ import torch
 
 from blockdraft.drafters import load_drafter, save_drafter
 from blockdraft.export import export_drafter
-from blockdraft.training import RecipeError
-from blockdraft.training.initial import new_drafter
+from blockdraft.recipes import RecipeError
+from blockdraft.training.initialization import new_drafter
 
 from runs import make_data, recipe, target, train, weights
 from tiny import tiny_drafter
@@ -30,7 +30,7 @@ def test_a_run_begins_with_the_weights_of_the_folder(tmp_path, data, flavour):
     began = new_drafter(recipe(data, *options), model)
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(began.state_dict()[name], tensor), name
-    trainer = train(data, tmp_path / "run", *options, "optimizer.epochs=1")
+    trainer = train(data, tmp_path / "run", *options, "optimizer.num_train_epochs=1")
     assert not torch.equal(weights(trainer)["fc.weight"], drafter.fc.weight)
     assert load_drafter(tmp_path / "run" / "checkpoint", model).config == drafter.config
 

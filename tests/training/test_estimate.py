@@ -4,8 +4,9 @@ import pytest
 
 from blockdraft.data import Completion, OnlineFeatures, TextDataset, build_cache
 from blockdraft.drafters import DrafterConfig, build_drafter
+from blockdraft.recipes import load_recipe
 from blockdraft.targets import load_target, target_shape
-from blockdraft.training import estimate, load_recipe
+from blockdraft.training import estimate
 
 
 def of(name, assignments=(), **changes):
@@ -63,4 +64,6 @@ def test_steps_and_shares():
         of("qwen3-4b-dflash-bv", ["runtime.shard_target=true"], num_devices=8).target_bytes == alone.target_bytes // 8
     )
     assert alone.fused_bytes < alone.unfused_bytes / 8
-    assert of("qwen3-4b-dflash-bv", ["batch.accumulation=4"]).activation_bytes < alone.activation_bytes / 3
+    assert (
+        of("qwen3-4b-dflash-bv", ["batch.gradient_accumulation_steps=4"]).activation_bytes < alone.activation_bytes / 3
+    )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -15,12 +16,12 @@ from safetensors.torch import load_file
 from blockdraft.data import DataError
 from blockdraft.drafters import load_drafter
 from blockdraft.files import FolderInUseError, exclusive
+from blockdraft.recipes import RecipeError, load_recipe, merge, parse, shipped_names
+from blockdraft.recipes.schema import OptimizerSection
+from blockdraft.runs import Run, RunError
 from blockdraft.targets import Sampling
-from blockdraft.training import RecipeError, Trainer, load_recipe, shipped_names
-from blockdraft.training.checkpoints import Checkpoints
-from blockdraft.training.recipe import merge, parse
-from blockdraft.training.schedule import Schedule
-from blockdraft.training.trainer import StoppedError, TrainingError
+from blockdraft.training import StoppedError, Trainer, TrainingError
+from blockdraft.training.optimizers import learning_rate_at
 
 from killing import killed
 from runs import make_data, recipe, target, train, weights
@@ -44,8 +45,17 @@ def lines(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def same_steps(run, other):
+    """Losses and gradient norms agree: AdamW hides a factor that was lost, and weights alone would not show it."""
+    steps = [[line for line in lines(each) if line["step"]] for each in (run, other)]
+    assert steps[0]
+    for ours, theirs in zip(*steps, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-3), (ours["step"], name)
+
+
 def test_a_run_learns_and_leaves_what_a_user_needs(tmp_path, data):
-    trainer = train(data, tmp_path, "optimizer.epochs=40", "objective.name=kl")
+    trainer = train(data, tmp_path, "optimizer.num_train_epochs=40", "objective.name=kl")
     found = lines(tmp_path)
     assert found[0]["step"] == 0
     assert found[-1]["step"] == trainer.num_steps == 200
@@ -53,7 +63,7 @@ def test_a_run_learns_and_leaves_what_a_user_needs(tmp_path, data):
     assert found[-1]["loss"] < found[1]["loss"] - 0.3
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["recipe"]["objective"]["name"] == "kl"
-    assert run["versions"]["torch"] == torch.__version__
+    assert run["provenance"]["torch"] == torch.__version__
     assert load_recipe(tmp_path / "recipe.yaml") == trainer.recipe
     drafter = load_drafter(tmp_path / "checkpoint", trainer.target)
     close(drafter.state_dict(), weights(trainer), rtol=0, atol=0)
@@ -69,11 +79,13 @@ def test_a_run_learns_and_leaves_what_a_user_needs(tmp_path, data):
 def test_accumulation_shares_the_trajectory(tmp_path, data, kind, objective):
     options = [f"drafter.kind={kind}", f"objective.name={objective}"]
     whole = train(data, tmp_path / "1", *options)
-    parts = train(data, tmp_path / "2", *options, "batch.accumulation=2")
-    many = train(data, tmp_path / "7", *options, "batch.accumulation=7")  # more parts than texts: one is empty
+    parts = train(data, tmp_path / "2", *options, "batch.gradient_accumulation_steps=2")
+    seven = "batch.gradient_accumulation_steps=7"  # more parts than texts: one is empty
+    many = train(data, tmp_path / "7", *options, seven)
     close(weights(parts), weights(whole), rtol=2e-3, atol=2e-4)
     close(weights(many), weights(whole), rtol=2e-3, atol=2e-4)
-    assert lines(tmp_path / "2")[-1]["loss"] == pytest.approx(lines(tmp_path / "1")[-1]["loss"], rel=1e-4)
+    for other in ("2", "7"):
+        same_steps(tmp_path / other, tmp_path / "1")
 
 
 @pytest.mark.parametrize("objective", ["ce", "kl", "rkl", "tv", "lk", "bv"])
@@ -82,12 +94,13 @@ def test_the_fused_and_the_plain_objective_share_the_trajectory(tmp_path, data, 
     fused = train(data, tmp_path / "f", *options)
     plain = train(data, tmp_path / "p", *options, "runtime.fused=false")
     close(weights(fused), weights(plain), rtol=2e-3, atol=2e-4)
+    same_steps(tmp_path / "f", tmp_path / "p")
 
 
 def test_cached_features_and_checkpointed_activations_share_the_trajectory(tmp_path, data):
     online = train(data, tmp_path / "o")
     cached = train(data, tmp_path / "c", "data.features=cached", f"data.cache={tmp_path / 'cache'}")
-    again = train(data, tmp_path / "a", "runtime.checkpoint_activations=true")
+    again = train(data, tmp_path / "a", "runtime.gradient_checkpointing=true")
     close(weights(cached), weights(online), rtol=2e-3, atol=2e-4)
     close(weights(again), weights(online), rtol=0, atol=0)
 
@@ -101,11 +114,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, data, stop
         if progress.step == stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(StoppedError, match="saved; the same command goes on"):
-        first.run(ask)
+    with pytest.raises(StoppedError, match="saved; the same command resumes"):
+        first.train(ask)
     second = Trainer(recipe(data, "drafter.kind=dspark"), target(), tmp_path / "parts")
     assert second.step in (stop, stop + 1)  # the signal is seen after the step that it arrives in
-    second.run()
+    second.train()
     close(weights(second), weights(whole), rtol=0, atol=0)
     timing = ("steps_per_second", "waiting_for_data")
     plain = [[{k: v for k, v in x.items() if k not in timing} for x in lines(tmp_path / r)] for r in ("whole", "parts")]
@@ -113,8 +126,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, data, stop
 
 
 def test_killed_at_random_moments_a_run_ends_with_the_weights_of_one_left_alone(tmp_path, data):
-    whole = train(data, tmp_path / "whole", "record.save_every=1")
-    source = "import runs\nwork = lambda data, run: runs.train(data, run, 'record.save_every=1')"
+    whole = train(data, tmp_path / "whole", "logging.save_steps=1")
+    source = "import runs\nwork = lambda data, run: runs.train(data, run, 'logging.save_steps=1')"
     ended = []
     for end in killed(source, data, tmp_path / "parts", kills=10, within=0.8, seed=3):
         ended.append(end)
@@ -149,10 +162,10 @@ def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_pat
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(StoppedError):
-        begun.run(ask)
+        begun.train(ask)
     cases = {
-        "ddp": [*options, "record.decode_prompts=1"],
-        "accumulated": [*options, "batch.accumulation=2"],
+        "ddp": [*options, "logging.decode_prompts=1"],
+        "accumulated": [*options, "batch.gradient_accumulation_steps=2"],
         "fsdp": [*options, "runtime.parallel=fsdp"],
         "target": [*options, "runtime.parallel=fsdp", "runtime.shard_target=true"],
     }
@@ -165,11 +178,12 @@ def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_pat
         close(found, weights(whole), rtol=2e-3, atol=2e-4)
         ours, theirs = lines(tmp_path / name)[-1], lines(tmp_path / "whole")[-1]
         assert ours["heldout_length_block"] == pytest.approx(theirs["heldout_length_block"], rel=1e-3)
+        same_steps(tmp_path / name, tmp_path / "whole")
 
 
 def test_decoding_meanwhile_is_logged_and_changes_no_weight(tmp_path, data):
     without = train(data, tmp_path / "without")
-    options = ["record.decode_prompts=2", "record.tensorboard=true"]
+    options = ["logging.decode_prompts=2", "logging.tensorboard=true"]
     decoding = train(data, tmp_path / "with", *options)
     close(weights(decoding), weights(without), rtol=0, atol=0)
     train(data, tmp_path / "again", *options)
@@ -183,11 +197,17 @@ def test_decoding_meanwhile_is_logged_and_changes_no_weight(tmp_path, data):
 
 
 def test_decoding_needs_held_out_prompts_and_whole_models(tmp_path, data):
-    with pytest.raises(RecipeError, match=r"record\.decode_prompts is 7, of 6 held-out texts"):
-        recipe(data, "record.decode_prompts=7")
+    with pytest.raises(RecipeError, match=r"logging\.decode_prompts is 7, of 6 held-out texts"):
+        recipe(data, "logging.decode_prompts=7")
     for sharded in ("runtime.parallel=fsdp", "runtime.shard_target=true"):
         with pytest.raises(RecipeError, match=r"needs whole models in one process"):
-            train(data, tmp_path, "record.decode_prompts=1", sharded, processes=SimpleNamespace(distributed=True))
+            train(
+                data,
+                tmp_path,
+                "logging.decode_prompts=1",
+                sharded,
+                distributed=SimpleNamespace(is_distributed=True, device=torch.device("cpu"), rank=0, world_size=1),
+            )
 
 
 STAND_INS = {"qwen3-4b": "qwen3", "qwen3-8b": "qwen3", "smollm2": "llama", "pocket": "qwen3"}
@@ -203,12 +223,12 @@ def test_every_shipped_recipe_takes_two_steps_with_a_tiny_target(tmp_path, famil
             continue
         shipped = load_recipe(name).model_dump(mode="json")
         small = {
-            "data": {"path": str(folder), "heldout": 3}, "optimizer": {"max_steps": 2},
-            "drafter": {"markov_rank": 4}, "record": {"tensorboard": False, "heldout_blocks": 8},
+            "data": {"path": str(folder), "num_heldout": 3}, "optimizer": {"max_steps": 2},
+            "drafter": {"markov_rank": 4}, "logging": {"tensorboard": False, "heldout_blocks": 8},
             "batch": {"num_anchors": 20},
         }  # fmt: skip
         trainer = Trainer(parse(merge(shipped, small), name), model, tmp_path / name)
-        trainer.run()
+        trainer.train()
         assert trainer.step == 2
         assert all(torch.isfinite(tensor).all() for tensor in weights(trainer).values())
         taken += 1
@@ -231,18 +251,26 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_what_is_left(tmp_path,
             with torch.no_grad():
                 trainer.drafter.fc.weight.fill_(torch.nan)
 
-    with pytest.raises(TrainingError, match=r"step 5 is not finite.*step 3 is in .*checkpoint.*optimizer\.rate"):
-        trainer.run(spoil)
+    with pytest.raises(
+        TrainingError, match=r"step 5 is not finite.*step 3 is in .*checkpoint.*optimizer\.learning_rate"
+    ):
+        trainer.train(spoil)
 
 
 def test_what_a_run_began_with_cannot_change_but_how_it_runs_can(tmp_path, data):
     train(data, tmp_path / "run", "optimizer.max_steps=2")
     with pytest.raises(RecipeError, match=r"holds a run of something else: recipe\.objective, recipe\.seed differ"):
         train(data, tmp_path / "run", "optimizer.max_steps=2", "objective.name=ce", "seed=1")
-    train(data, tmp_path / "run", "optimizer.max_steps=2", "batch.accumulation=2", "record.log_every=5")
+    train(
+        data,
+        tmp_path / "run",
+        "optimizer.max_steps=2",
+        "batch.gradient_accumulation_steps=2",
+        "logging.logging_steps=5",
+    )
 
 
-def test_data_of_another_law_or_target_is_refused(tmp_path, data):
+def test_data_sampled_otherwise_or_of_another_target_is_refused(tmp_path, data):
     cool = make_data(tmp_path / "cool", num=12, sampling=Sampling(0.7))
     with pytest.raises(RecipeError, match=r"sampled with .*0\.7.* assumes temperature 1 over the whole"):
         train(cool, tmp_path / "run")
@@ -253,19 +281,20 @@ def test_data_of_another_law_or_target_is_refused(tmp_path, data):
 
 
 def test_beta_rises_as_the_recipe_says_and_the_rate_as_the_schedule(tmp_path, data):
-    train(data, tmp_path, "annealing.share=0.4", "annealing.final=0.8", "optimizer.warmup=0.2")
+    train(data, tmp_path, "annealing.ratio=0.4", "annealing.final=0.8", "optimizer.warmup_ratio=0.2")
     found = [x for x in lines(tmp_path) if x["step"]]
     assert [x["beta"] for x in found] == pytest.approx([0.0, 0.2, 0.4, 0.6] + [0.8] * 6)
-    schedule = Schedule(0.003, 0.2, 10)
-    assert [x["rate"] for x in found] == pytest.approx([schedule.rate_at(step) for step in range(10)])
-    assert schedule.rate_at(0) == pytest.approx(0.0015)
-    assert schedule.rate_at(1) == schedule.rate_at(2) == 0.003
-    assert schedule.rate_at(6) == pytest.approx(0.0015)
-    assert schedule.rate_at(10) == pytest.approx(0)
+    options = OptimizerSection(learning_rate=0.003, warmup_ratio=0.2)
+    rates = [learning_rate_at(step, 10, options) for step in range(11)]
+    assert [x["learning_rate"] for x in found] == pytest.approx(rates[:10])
+    assert rates[0] == pytest.approx(0.0015)
+    assert rates[1] == rates[2] == 0.003
+    assert rates[6] == pytest.approx(0.0015)
+    assert rates[10] == pytest.approx(0)
 
 
 def test_epochs_are_kept_if_asked(tmp_path, data):
-    train(data, tmp_path, "record.keep_epochs=true", "record.save_every=1")
+    train(data, tmp_path, "logging.keep_epoch_checkpoints=true", "logging.save_steps=1")
     assert {"00000005", "00000010"} <= {path.name for path in (tmp_path / "steps").iterdir()}
 
 
@@ -294,22 +323,22 @@ def test_a_measurement_on_resuming_does_not_count_for_later_weights(tmp_path, da
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(StoppedError):
-        first.run(ask)
+        first.train(ask)
     train(data, tmp_path)
     assert best(tmp_path) == 5
 
 
 def test_a_kill_between_the_two_links_does_not_lose_the_best(tmp_path, data, monkeypatch):
     scripted(monkeypatch, {0: 1.0, 5: 2.0, 10: 1.5})
-    point = Checkpoints._point
+    link = Run._link
 
     def dying(self, name, folder):
         if name == "best":
             raise KeyboardInterrupt
-        point(self, name, folder)
+        link(self, name, folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "_point", dying)
+        patch.setattr(Run, "_link", dying)
         with pytest.raises(KeyboardInterrupt):
             train(data, tmp_path)
     train(data, tmp_path)
@@ -317,7 +346,7 @@ def test_a_kill_between_the_two_links_does_not_lose_the_best(tmp_path, data, mon
 
 
 def test_without_held_out_texts_the_last_is_the_best(tmp_path, data):
-    train(data, tmp_path, "data.heldout=0")
+    train(data, tmp_path, "data.num_heldout=0")
     assert best(tmp_path) == int((tmp_path / "checkpoint").resolve().name)
 
 
@@ -335,3 +364,47 @@ def test_there_is_a_best_checkpoint_even_if_training_makes_it_worse(tmp_path, da
     scripted(monkeypatch, {0: 9.0, 5: 2.0, 10: 1.5})
     train(data, tmp_path)
     assert best(tmp_path) == 5
+
+
+def test_a_run_is_read_in_one_place(tmp_path, data):
+    trainer = train(data, tmp_path, "logging.keep_epoch_checkpoints=true")
+    run = Run.open(tmp_path)
+    assert run.recipe == trainer.recipe
+    assert run.recipe.objective.options["ramp_floor"] == 1e-6  # resolved: nothing is left to defaults elsewhere
+    assert list(run.epoch_checkpoints()) == [5, 10]
+    assert run.checkpoint("last").resolve().name == "00000010"
+    assert run.heldout_metrics(10)["heldout_length_block"] == lines(tmp_path)[-1]["heldout_length_block"]
+    training, heldout = run.splits(target())
+    assert len(heldout) == 6
+    assert training.identity == trainer.sampler.dataset.identity
+    assert Run.of_checkpoint(tmp_path / "checkpoint")[1] == 10
+    assert Run.of_checkpoint(tmp_path) is None
+    with pytest.raises(RunError, match="is not a training run"):
+        Run.open(tmp_path / "steps")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.pt", "config.json"])
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, data, file):
+    train(data, tmp_path, "optimizer.max_steps=3")
+    path = tmp_path / "checkpoint" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=rf"{file} is damaged"):
+        train(data, tmp_path, "optimizer.max_steps=3")
+
+
+def test_a_lost_checkpoint_is_said_and_erases_nothing(tmp_path, data):
+    train(data, tmp_path, "optimizer.max_steps=3")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    shutil.rmtree((tmp_path / "checkpoint").resolve())
+    with pytest.raises(RunError, match="has lost its last checkpoint"):
+        train(data, tmp_path, "optimizer.max_steps=3")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_same_data_by_another_path_is_the_same_data(tmp_path, data):
+    train(data, tmp_path / "run", "optimizer.max_steps=3")
+    shutil.copytree(data, tmp_path / "copy")
+    again = Trainer(recipe(tmp_path / "copy", "optimizer.max_steps=3"), target(), tmp_path / "run")
+    assert again.step == 3

@@ -102,8 +102,8 @@ def _mistakes() -> tuple[type[Exception], ...]:
     from blockdraft.distributed import DeviceError
     from blockdraft.drafters import CheckpointError
     from blockdraft.evaluation import EvaluationError
+    from blockdraft.recipes import RecipeError
     from blockdraft.targets import UnsupportedTargetError
-    from blockdraft.training import RecipeError
 
     return (
         CheckpointError, DataError, DeviceError, EngineError, EvaluationError, PromptError, RecipeError,

@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from blockdraft.training.trainer import Progress as Step
+    from blockdraft.training import Progress as Step
 
 
 class _Shown:
@@ -122,6 +122,6 @@ class TrainingBar(_Shown):
     def show(self, progress: "Step") -> None:
         """After a step."""
         m = progress.metrics
-        numbers = f"loss {m['loss']:.3f} accepted {m['length_block']:.2f} rate {m['rate']:.1e}"
+        numbers = f"loss {m['loss']:.3f} accepted {m['length_block']:.2f} lr {m['learning_rate']:.1e}"
         numbers += f" {m['num_blocks'] * m['steps_per_second']:,.0f} blocks/s waiting {m['waiting_for_data']:.0%}"
         self._progress.update(self._task, completed=progress.step, numbers=numbers)

@@ -20,7 +20,7 @@ Assignments = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", he
 @recipes.command("ls")
 def list_recipes() -> None:
     """Names of the shipped recipes: target, drafter and objective."""
-    from blockdraft.training import shipped_names
+    from blockdraft.recipes import shipped_names
 
     print("\n".join(shipped_names()))
 
@@ -28,15 +28,15 @@ def list_recipes() -> None:
 @recipes.command()
 def show(recipe: RecipeName, assignments: Assignments = None) -> None:
     """Print a recipe with every field, as YAML."""
-    from blockdraft.training import load_recipe
+    from blockdraft.recipes import load_recipe, to_yaml
 
-    print(load_recipe(recipe, assignments).to_yaml(), end="")
+    print(to_yaml(load_recipe(recipe, assignments).resolved(), explain=True), end="")
 
 
 @recipes.command()
 def validate(recipes: Annotated[list[str], typer.Argument(metavar="RECIPE...")]) -> None:
     """Check recipes; exit code 2 for the first that is wrong."""
-    from blockdraft.training import load_recipe
+    from blockdraft.recipes import load_recipe
 
     for name in recipes:
         load_recipe(name)
@@ -55,8 +55,8 @@ def estimate(
 ) -> None:
     """What a recipe will take: disk, memory per device, tokens and steps. Nothing is loaded or launched."""
     from blockdraft.data.store import read_manifest, totals
+    from blockdraft.recipes import load_recipe
     from blockdraft.training import estimate as compute
-    from blockdraft.training import load_recipe
 
     loaded = load_recipe(recipe, assignments)
     if loaded.data.path is not None:

@@ -23,10 +23,10 @@ def train(
     """Train a drafter. An interrupted run goes on with the same command; also under torchrun."""
     from blockdraft.cli.progress import TrainingBar
     from blockdraft.distributed import Distributed
+    from blockdraft.recipes import load_recipe
     from blockdraft.targets import load_target
-    from blockdraft.training import Trainer, load_recipe
-    from blockdraft.training.dry_run import dry_run as check
-    from blockdraft.training.trainer import StoppedError, TrainingError
+    from blockdraft.training import StoppedError, Trainer, TrainingError
+    from blockdraft.training import dry_run as check
 
     loaded = load_recipe(recipe, assignments)
     processes = Distributed(loaded.runtime.device)
@@ -43,7 +43,7 @@ def train(
             return
         trainer = Trainer(loaded, target, run, processes)
         with TrainingBar(run.name, trainer.num_steps, trainer.step, shown=processes.is_main) as bar:
-            measured = trainer.run(bar.show)
+            measured = trainer.train(bar.show)
     except StoppedError as stopped:
         if processes.is_main:
             print(stopped, file=sys.stderr)
@@ -66,7 +66,7 @@ def train(
             length = measured[f"heldout_length_{rule}"]
             print(f"  {length:.2f} of {trainer.config.num_proposals} accepted, {rule} verification")
         accuracy = measured["heldout_token_accuracy"]
-        print(f"  {accuracy:.3f} token accuracy, on {trainer.recipe.data.heldout} held-out texts")
+        print(f"  {accuracy:.3f} token accuracy, on {trainer.recipe.data.num_heldout} held-out texts")
     if trainer.decoded is not None:
         length = measured["decoded_length_block"]
         print(f"  {length:.2f} tokens per verification call, decoding {len(trainer.decoded.prompts)} of their prompts")

@@ -1,13 +1,17 @@
 """Blocks to train on: which texts, which anchors, and how they lie in tensors.
 
 An anchor is a position of a response whose next token belongs to the response
-too; in decoding it is the last committed token. Its block are the next B tokens,
+too; in decoding it is the last committed token. Its block is the next B tokens,
 fewer where the response ends. Which texts and anchors a step takes is a function
 of (seed, epoch, step) alone; processes and accumulation only share them out.
+
+Packing: the texts of a batch lie end to end in one row, nothing is padded, and
+each is read as if it were alone. A `Span` says where a text lies; positions
+count from the start of each text.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,9 +22,10 @@ from blockdraft.data.paths import TextDataset
 from blockdraft.data.store import DataError
 from blockdraft.drafters import Anchors
 from blockdraft.targets import Span
+from blockdraft.targets.attention import span_positions
 
 ORDER, ANCHORS = 1, 2
-"""What a random stream is for; one seed gives a stream for each."""
+"""Numbers of the random streams, so that one seed gives a separate stream for each purpose."""
 
 
 @dataclass(frozen=True)
@@ -35,43 +40,53 @@ class TextAnchors:
 class Batch:
     """A blocks over N packed rows of T tokens.
 
-    tokens: ``[N, T]``; zeros outside of the spans.
+    tokens: ``[N, T]`` token ids; zeros outside of the spans.
+    positions: ``[N, T]`` of each token within its text, which rotary embeddings are made of.
+    texts: indices of the texts in their data set, in the order of the spans.
     spans: where the texts lie.
     anchors: where the blocks stand.
-    path: ``[A, B + 1]`` the anchor's token and the B that follow it; zeros where the response has ended.
+    block_tokens: ``[A, B + 1]`` the anchor's token and the B that follow it; zeros where the response has ended.
     valid: ``[A, B]`` which of them exist: a prefix of each block.
     """
 
     tokens: Tensor
+    positions: Tensor
+    texts: list[int]
     spans: list[Span]
     anchors: Anchors
-    path: Tensor
+    block_tokens: Tensor
     valid: Tensor
+
+    @property
+    def anchor_tokens(self) -> Tensor:
+        """``[A]`` the committed token that each block starts from."""
+        return self.block_tokens[:, 0]
 
     @property
     def labels(self) -> Tensor:
         """``[A, B]`` tokens to be drafted."""
-        return self.path[:, 1:]
+        return self.block_tokens[:, 1:]
 
     @property
     def previous(self) -> Tensor:
-        """``[A, B]`` the token before each of them."""
-        return self.path[:, :-1]
+        """``[A, B]`` the token before each label."""
+        return self.block_tokens[:, :-1]
 
     def at_blocks(self, hidden: Tensor) -> Tensor:
-        """``[A, B, H]``: of hidden states ``[N, T, H]``, those that predict the labels."""
+        """Return ``[A, B, H]``: of hidden states ``[N, T, H]``, those that predict the labels."""
         steps = torch.arange(self.valid.shape[1], device=hidden.device)
         positions = (self.anchors.position[:, None] + steps).clamp(max=hidden.shape[1] - 1)
         return hidden[self.anchors.row[:, None], positions]
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same elsewhere."""
+        """Return the same batch on another device."""
         anchors = Anchors(*(x.to(device) for x in (self.anchors.row, self.anchors.position, self.anchors.start)))
-        return Batch(self.tokens.to(device), self.spans, anchors, self.path.to(device), self.valid.to(device))
+        moved = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "block_tokens", "valid")}
+        return replace(self, anchors=anchors, **moved)
 
 
 class BatchSampler:
-    """What every step of every epoch trains on.
+    """Chooses what every step of every epoch trains on.
 
     An epoch is a random order of all texts that have an anchor, cut into steps of
     ``num_texts``; the last step may have fewer. A step's anchors are drawn
@@ -80,7 +95,7 @@ class BatchSampler:
 
     def __init__(
         self,
-        paths: TextDataset,
+        dataset: TextDataset,
         *,
         num_texts: int,
         num_anchors: int,
@@ -88,10 +103,10 @@ class BatchSampler:
         seed: int,
         full_blocks: bool = False,
     ) -> None:
-        """BatchSampler over paths.
+        """Sample batches from a data set.
 
         Args:
-            paths: the data.
+            dataset: the texts.
             num_texts: texts per step (the global batch).
             num_anchors: anchors per step, at most.
             num_proposals: B.
@@ -100,24 +115,25 @@ class BatchSampler:
         """
         if min(num_texts, num_anchors, num_proposals) < 1:
             raise ValueError("num_texts, num_anchors and num_proposals must be at least 1")
-        self.paths, self.num_texts, self.num_anchors, self.seed = paths, num_texts, num_anchors, seed
+        self.dataset, self.num_texts, self.num_anchors, self.seed = dataset, num_texts, num_anchors, seed
         self.num_proposals = num_proposals
         behind = num_proposals if full_blocks else 1
-        self.num_eligible = np.maximum(paths.response_lengths - behind, 0)
+        self.num_eligible = np.maximum(dataset.response_lengths - behind, 0)
         self.texts = np.flatnonzero(self.num_eligible)
         if len(self.texts) == 0:
-            raise DataError(f"none of the {len(paths)} responses is long enough to hold a block")
+            raise DataError(f"none of the {len(dataset)} responses is long enough to hold a block")
 
     @property
     def steps_per_epoch(self) -> int:
+        """Steps that one pass over the texts takes."""
         return -(-len(self.texts) // self.num_texts)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """The texts of an epoch, in order."""
+        """Return the texts of an epoch, in order."""
         return np.random.default_rng([self.seed, ORDER, epoch]).permutation(self.texts)
 
     def step(self, epoch: int, step: int) -> list[TextAnchors]:
-        """Texts and anchors of one step, counted from 0 within its epoch."""
+        """Return the texts and anchors of one step, counted from 0 within its epoch."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"an epoch has {self.steps_per_epoch} steps; there is no step {step}")
         texts = self.order(epoch)[step * self.num_texts : (step + 1) * self.num_texts]
@@ -127,19 +143,19 @@ class BatchSampler:
         owner = np.searchsorted(ends, drawn, side="right")
         within = drawn - (ends - self.num_eligible[texts])[owner]
         return [
-            TextAnchors(int(text), self.paths.prompt_lengths[text] + within[owner == place])
+            TextAnchors(int(text), self.dataset.prompt_lengths[text] + within[owner == place])
             for place, text in enumerate(texts)
         ]
 
 
-def partition(chosen: Sequence[TextAnchors], num_parts: int, paths: TextDataset) -> list[list[TextAnchors]]:
-    """The texts of a step in parts of about equal work; texts without anchors are left out.
+def partition(chosen: Sequence[TextAnchors], num_parts: int, dataset: TextDataset) -> list[list[TextAnchors]]:
+    """Split the texts of a step into parts of about equal work, leaving out texts without anchors.
 
     Longest work first, each to the part with the least so far. Some parts are empty if there are fewer texts.
     """
     parts: list[list[TextAnchors]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
-    lengths = paths.lengths
+    lengths = dataset.lengths
     work = {each.text: int(lengths[each.text]) + 8 * len(each.anchors) for each in chosen}
     for each in sorted(chosen, key=lambda each: (-work[each.text], each.text)):
         if len(each.anchors):
@@ -150,20 +166,24 @@ def partition(chosen: Sequence[TextAnchors], num_parts: int, paths: TextDataset)
 
 
 def pack(lengths: Sequence[int]) -> list[Span]:
-    """Places for texts, end to end in one row: nothing is padded."""
+    """Return places for texts of these lengths, end to end in one row."""
     ends = np.cumsum(lengths).tolist()
     return [Span(0, end - length, end) for length, end in zip(lengths, ends, strict=True)]
 
 
-def collate(chosen: Sequence[TextAnchors], paths: TextDataset, num_proposals: int) -> Batch:
-    """Tensors for these texts and anchors."""
-    texts = [torch.from_numpy(paths[each.text].astype(np.int64)) for each in chosen]
+def pack_tokens(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Span]]:
+    """Lay texts end to end: their tokens ``[1, T]``, the positions ``[1, T]`` within each text, and the spans."""
+    spans = pack([len(text) for text in texts])
+    tokens = torch.cat(list(texts))[None]
+    return tokens, span_positions(spans, *tokens.shape), spans
+
+
+def collate(chosen: Sequence[TextAnchors], dataset: TextDataset, num_proposals: int) -> Batch:
+    """Make the tensors for these texts and anchors."""
+    texts = [torch.from_numpy(dataset[each.text].astype(np.int64)) for each in chosen]
     ends = [int(each.anchors.max()) + num_proposals + 1 for each in chosen]
     texts = [text[:end] for text, end in zip(texts, ends, strict=True)]  # what no block reaches is not run
-    spans = pack([len(text) for text in texts])
-    tokens = torch.zeros(max(span.row for span in spans) + 1, max(span.end for span in spans), dtype=torch.long)
-    for text, span in zip(texts, spans, strict=True):
-        tokens[span.row, span.start : span.end] = text
+    tokens, positions, spans = pack_tokens(texts)
     counts = torch.tensor([len(each.anchors) for each in chosen])
     row, start, end = (
         torch.tensor([getattr(span, name) for span in spans]).repeat_interleave(counts)
@@ -172,5 +192,13 @@ def collate(chosen: Sequence[TextAnchors], paths: TextDataset, num_proposals: in
     position = start + torch.from_numpy(np.concatenate([each.anchors for each in chosen]))
     steps = position[:, None] + torch.arange(num_proposals + 1)
     exists = steps < end[:, None]
-    path = torch.where(exists, tokens[row[:, None], steps.clamp(max=tokens.shape[1] - 1)], 0)
-    return Batch(tokens, spans, Anchors(row, position, start), path, exists[:, 1:])
+    block_tokens = torch.where(exists, tokens[row[:, None], steps.clamp(max=tokens.shape[1] - 1)], 0)
+    return Batch(
+        tokens=tokens,
+        positions=positions,
+        texts=[each.text for each in chosen],
+        spans=spans,
+        anchors=Anchors(row, position, start),
+        block_tokens=block_tokens,
+        valid=exists[:, 1:],
+    )

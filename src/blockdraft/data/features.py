@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.data.batches import Batch, pack
+from blockdraft.data.batches import Batch, pack_tokens
 from blockdraft.data.paths import TextDataset
 from blockdraft.data.store import DataError, check_shards, refuse_other_identity, writing
 from blockdraft.files import atomic_write, sha256
@@ -30,8 +30,8 @@ class Features(ABC):
     """Hidden states and features of a batch."""
 
     @abstractmethod
-    def __call__(self, batch: Batch, texts: Sequence[int]) -> TargetOutput:
-        """``[N, T, H]`` and ``[N, T, K * H]`` for a batch of these texts, in the order of its spans."""
+    def __call__(self, batch: Batch) -> TargetOutput:
+        """Return hidden states ``[N, T, H]`` and features ``[N, T, K * H]`` of a batch."""
 
 
 class OnlineFeatures(Features):
@@ -40,19 +40,18 @@ class OnlineFeatures(Features):
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
         self.target, self.layers = target, tuple(layers)
 
-    def __call__(self, batch: Batch, texts: Sequence[int]) -> TargetOutput:
-        del texts
-        return self.target.forward(batch.tokens, layers=self.layers, spans=batch.spans)
+    def __call__(self, batch: Batch) -> TargetOutput:
+        return self.target.forward(batch.tokens, layers=self.layers, spans=batch.spans, positions=batch.positions)
 
 
 class CachedFeatures(Features):
     """Reads what `build_cache` wrote."""
 
-    def __init__(self, folder: str | Path, target: Target, paths: TextDataset, layers: Sequence[int]) -> None:
-        self.folder, self.paths, self.hidden_size = Path(folder), paths, target.hidden_size
+    def __init__(self, folder: str | Path, target: Target, dataset: TextDataset, layers: Sequence[int]) -> None:
+        self.folder, self.dataset, self.hidden_size = Path(folder), dataset, target.hidden_size
         index = _read_index(self.folder)
-        refuse_other_identity(self.folder, index["identity"], cache_identity(target, paths, layers))
-        wanted = len(_files(paths))
+        refuse_other_identity(self.folder, index["identity"], cache_identity(target, dataset, layers))
+        wanted = len(_files(dataset))
         if len(index["shards"]) != wanted:
             raise DataError(f"{folder} has {len(index['shards'])} of {wanted} files; build the cache to its end first")
         check_shards(self.folder, index, REPAIR)
@@ -60,24 +59,24 @@ class CachedFeatures(Features):
         self.device, self.dtype = target.device, target.dtype
         self._maps = [np.load(self.folder / name, mmap_mode="r") for name in sorted(index["shards"])]
 
-    def __call__(self, batch: Batch, texts: Sequence[int]) -> TargetOutput:
+    def __call__(self, batch: Batch) -> TargetOutput:
         values = torch.zeros(*batch.tokens.shape, self.width, dtype=self.dtype)
-        for text, span in zip(texts, batch.spans, strict=True):
+        for text, span in zip(batch.texts, batch.spans, strict=True):
             file = text // TEXTS_PER_FILE
-            begin = int(self.paths.starts[text] - self.paths.starts[file * TEXTS_PER_FILE])
+            begin = int(self.dataset.starts[text] - self.dataset.starts[file * TEXTS_PER_FILE])
             held = np.array(self._maps[file][begin : begin + span.end - span.start])
             values[span.row, span.start : span.end] = torch.from_numpy(held).view(self.dtype)
         values = values.to(self.device)
         return TargetOutput(values[..., : self.hidden_size], values[..., self.hidden_size :])
 
 
-def cache_identity(target: Target, paths: TextDataset, layers: Sequence[int]) -> dict[str, Any]:
+def cache_identity(target: Target, dataset: TextDataset, layers: Sequence[int]) -> dict[str, Any]:
     """What decides the cached numbers."""
     return {
         "target": fingerprint(target),
         "dtype": str(target.dtype).split(".")[-1],
         "layers": list(layers),
-        "data": paths.identity,
+        "data": dataset.identity,
     }
 
 
@@ -89,7 +88,7 @@ def cache_bytes(num_tokens: int, hidden_size: int, num_layers: int, itemsize: in
 def build_cache(
     folder: str | Path,
     target: Target,
-    paths: TextDataset,
+    dataset: TextDataset,
     layers: Sequence[int],
     *,
     max_bytes: int,
@@ -100,11 +99,11 @@ def build_cache(
     Refused beforehand if it would take more than ``max_bytes``.
     """
     folder = Path(folder)
-    refuse_large_cache(target, paths, layers, max_bytes)
-    identity = cache_identity(target, paths, layers)
+    refuse_large_cache(target, dataset, layers, max_bytes)
+    identity = cache_identity(target, dataset, layers)
     if (folder / INDEX).exists():
         index = _read_index(folder)
-        if index["identity"] == identity and len(index["shards"]) == len(_files(paths)):
+        if index["identity"] == identity and len(index["shards"]) == len(_files(dataset)):
             return  # several runs may read one cache at once
     with writing(folder):
         index = {"identity": identity, "shards": {}}
@@ -112,49 +111,47 @@ def build_cache(
             index = _read_index(folder)
             refuse_other_identity(folder, index["identity"], identity)
             check_shards(folder, index, REPAIR)
-        for number, texts in enumerate(_files(paths)):
+        for number, texts in enumerate(_files(dataset)):
             name = f"features-{number:05d}.npy"
             if name not in index["shards"]:
-                values = torch.cat(_run(target, paths, texts, layers))
+                values = torch.cat(_run(target, dataset, texts, layers))
                 with atomic_write(folder / name) as unfinished, unfinished.open("wb") as file:
                     np.save(file, values.view(_storage(values.dtype)).numpy())
                 index["shards"][name] = {"sha256": sha256(folder / name)}
                 with atomic_write(folder / INDEX) as unfinished:
                     unfinished.write_text(json.dumps(index, indent=2) + "\n")
             if on_tokens is not None:
-                on_tokens(int(paths.starts[texts.stop] - paths.starts[texts.start]))
+                on_tokens(int(dataset.starts[texts.stop] - dataset.starts[texts.start]))
 
 
-def refuse_large_cache(target: Target, paths: TextDataset, layers: Sequence[int], max_bytes: int) -> None:
+def refuse_large_cache(target: Target, dataset: TextDataset, layers: Sequence[int], max_bytes: int) -> None:
     """Raise if a cache would take more than so many bytes."""
-    needed = cache_bytes(len(paths.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
+    needed = cache_bytes(len(dataset.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
     if needed > max_bytes:
         raise DataError(
-            f"the features of {len(paths.tokens):,} tokens take {needed / 2**30:.1f} GiB, more than the "
+            f"the features of {len(dataset.tokens):,} tokens take {needed / 2**30:.1f} GiB, more than the "
             f"{max_bytes / 2**30:.1f} GiB allowed; train with online features, or allow more"
         )
 
 
-def _run(target: Target, paths: TextDataset, texts: range, layers: Sequence[int]) -> list[Tensor]:
+def _run(target: Target, dataset: TextDataset, texts: range, layers: Sequence[int]) -> list[Tensor]:
     """``[T, (1 + K) * H]`` of each text: the last hidden state, then the features."""
     found = []
     group: list[int] = []
     for text in texts:
         group.append(text)
-        if sum(int(paths.lengths[each]) for each in group) >= TOKENS_PER_PASS or text == texts[-1]:
-            spans = pack([int(paths.lengths[each]) for each in group])
-            tokens = torch.zeros(max(s.row for s in spans) + 1, max(s.end for s in spans), dtype=torch.long)
-            for each, span in zip(group, spans, strict=True):
-                tokens[span.row, span.start : span.end] = torch.from_numpy(paths[each].astype(np.int64))
-            out = target.forward(tokens.to(target.device), layers=layers, spans=spans)
+        if sum(int(dataset.lengths[each]) for each in group) >= TOKENS_PER_PASS or text == texts[-1]:
+            packed = [torch.from_numpy(dataset[each].astype(np.int64)) for each in group]
+            tokens, positions, spans = pack_tokens(packed)
+            out = target.forward(tokens.to(target.device), layers=layers, spans=spans, positions=positions)
             both = out.hidden if out.features is None else torch.cat([out.hidden, out.features], -1)
             found += [both[span.row, span.start : span.end].cpu() for span in spans]
             group = []
     return found
 
 
-def _files(paths: TextDataset) -> list[range]:
-    return [range(start, min(start + TEXTS_PER_FILE, len(paths))) for start in range(0, len(paths), TEXTS_PER_FILE)]
+def _files(dataset: TextDataset) -> list[range]:
+    return [range(start, min(start + TEXTS_PER_FILE, len(dataset))) for start in range(0, len(dataset), TEXTS_PER_FILE)]
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

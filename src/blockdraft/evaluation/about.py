@@ -1,13 +1,13 @@
 """Which drafter is which: names and labels, from its folder and the run it came from."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.evaluation.conversation import AUTOREGRESSIVE
 from blockdraft.evaluation.results import EvaluationError
+from blockdraft.recipes import is_annealed
+from blockdraft.runs import Run
 from blockdraft.targets import Target
 
 
@@ -15,21 +15,19 @@ from blockdraft.targets import Target
 class Candidate:
     """A drafter to be evaluated.
 
-    run: what its training wrote about itself, if it lies in a run's folder. folder: the run's.
-    step: the checkpoint's.
+    run: the training run that it lies in, if it does. step: the checkpoint's.
     """
 
     name: str
     path: Path
     drafter: Drafter
-    run: dict[str, Any] | None
-    folder: Path | None
-    step: int | None
+    run: Run | None = None
+    step: int | None = None
 
     @property
     def objective(self) -> str | None:
-        """As in the recipe."""
-        return None if self.run is None else str(self.run["recipe"]["objective"]["name"])
+        """The objective's name, as in the recipe."""
+        return None if self.run is None else self.run.recipe.objective.name
 
     @property
     def label(self) -> str:
@@ -38,12 +36,12 @@ class Candidate:
             return self.name
         if self.objective != "bv":
             return self.objective.upper()
-        recipe = self.run["recipe"]
-        form = recipe["objective"]["options"].get("form", "log")
-        if form != "log":
-            return f"BV {form}"
-        annealing = recipe["annealing"]
-        annealed = annealing["share"] > 0 and annealing["initial"] != annealing["final"]
+        recipe = self.run.recipe
+        made = recipe.make_objective()
+        if not is_annealed(made):
+            return f"BV {getattr(made, 'form', '')}".strip()
+        annealing = recipe.annealing
+        annealed = annealing is not None and annealing.ratio > 0 and annealing.initial != annealing.final
         return "BV" if annealed else "BV w/o annealing"
 
 
@@ -64,12 +62,11 @@ def load_candidates(drafters: list[str], target: Target) -> list[Candidate]:
 
 
 def _load(path: Path, name: str | None, target: Target) -> Candidate:
-    if (path / "run.json").exists():
-        path = path / ("best" if (path / "best").exists() else "checkpoint")
+    if Run.is_run(path):
+        path = Run.open(path).checkpoint("best")
     drafter = load_drafter(path, target).to(target.device, target.dtype).eval()
-    resolved = path.resolve()
-    run_folder = resolved.parent.parent  # run/steps/00000500
-    if not (run_folder / "run.json").exists() or resolved.parent.name != "steps":
-        return Candidate(name or path.name, path, drafter, None, None, None)
-    run = json.loads((run_folder / "run.json").read_text())
-    return Candidate(name or run_folder.name, path, drafter, run, run_folder, int(resolved.name))
+    found = Run.of_checkpoint(path)
+    if found is None:
+        return Candidate(name or path.name, path, drafter)
+    run, step = found
+    return Candidate(name or run.folder.name, path, drafter, run, step)

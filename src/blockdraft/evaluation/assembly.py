@@ -101,5 +101,6 @@ def about(candidate: Candidate, points: Sequence[TemperaturePoint], protocol: Pr
         objective=candidate.objective, num_proposals=config.num_proposals, num_layers=config.num_layers,
         num_parameters=sum(parameter.numel() for parameter in candidate.drafter.parameters()), step=candidate.step,
         best_draft_temperature={rule: best_of(points, rule) for rule in protocol.sampled_rules},
-        temperatures=list(points), recipe=None if candidate.run is None else candidate.run["recipe"],
+        temperatures=list(points),
+        recipe=None if candidate.run is None else candidate.run.recipe.model_dump(mode="json"),
     )  # fmt: skip

@@ -4,27 +4,18 @@ Accuracy is argmax agreement with the stored tokens. The length is that of one d
 the target reads what was sampled, block verification decides.
 """
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
 
-from blockdraft.data import TextAnchors, TextDataset, collate, open_dataset
+from blockdraft.data import TextAnchors, TextDataset, collate
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.evaluation.results import Dynamics, DynamicsPoint, EvaluationError
+from blockdraft.runs import Run
 from blockdraft.targets import Sampling, Target
 from blockdraft.verification import verify
 
 DYNAMICS = 5
 """What this random stream is for, beside those of the data."""
-
-
-def epoch_checkpoints(run_folder: Path, run: dict[str, Any]) -> dict[int, Path]:
-    """Step and folder of each epoch's last checkpoint that was kept."""
-    each, last = run["steps_per_epoch"], run["num_steps"]
-    folders = {int(path.name): path for path in (run_folder / "steps").iterdir() if path.name.isdigit()}
-    return {step: folders[step] for step in sorted(folders) if step % each == 0 or step == last}
 
 
 def fixed_blocks(
@@ -61,7 +52,7 @@ def measure(
         output = target.forward(batch.tokens, cache, drafter.config.target_layers)
         assert output.features is not None
         features = output.features.to(drafter.fc.weight.dtype)
-        hidden = drafter(features, batch.path[:, 0], batch.anchors, target)
+        hidden = drafter(features, batch.anchor_tokens, batch.anchors, target)
         logits = drafter.logits(hidden, batch.previous, target)
         correct += int(((logits.argmax(-1) == batch.labels) & batch.valid).sum())
         positions += int(batch.valid.sum())
@@ -79,18 +70,17 @@ def measure(
 
 
 def training_dynamics(
-    name: str, run_folder: Path, run: dict[str, Any], target: Target, *, num_texts: int, blocks_per_text: int, seed: int
+    name: str, run: Run, target: Target, *, num_texts: int, blocks_per_text: int, seed: int
 ) -> Dynamics:
-    """All of one run."""
-    data = run["recipe"]["data"]["path"]
-    training, _heldout = open_dataset(data, target).split(run["recipe"]["data"]["heldout"], run["recipe"]["seed"])
-    chosen = fixed_blocks(training, num_texts, blocks_per_text, run["drafter"]["num_proposals"], seed)
+    """Measure every epoch's checkpoint of one run."""
+    training, _heldout = run.splits(target)
+    chosen = fixed_blocks(training, num_texts, blocks_per_text, run.recipe.drafter.num_proposals, seed)
     points = []
-    for step, folder in epoch_checkpoints(run_folder, run).items():
+    for step, folder in run.epoch_checkpoints().items():
         drafter = load_drafter(folder, target).to(target.device, target.dtype).eval()
         accuracy, length = measure(target, drafter, training, chosen, seed)
         points.append(
-            DynamicsPoint(step=step, epoch=step / run["steps_per_epoch"], accuracy=accuracy, draft_length=length)
+            DynamicsPoint(step=step, epoch=step / run.info.steps_per_epoch, accuracy=accuracy, draft_length=length)
         )
     num_blocks = sum(len(each.anchors) for each in chosen)
     return Dynamics(drafter=name, num_texts=len(chosen), num_blocks=num_blocks, points=points)

@@ -39,6 +39,7 @@ from blockdraft.evaluation.results import Dynamics, EvaluationError, Results, Tr
 from blockdraft.evaluation.tasks import Task
 from blockdraft.evaluation.tracing import trace
 from blockdraft.files import atomic_write, complete_lines, exclusive
+from blockdraft.runs import RunError
 from blockdraft.targets import Sampling, Target, fingerprint, weights_fingerprint
 
 PROMPTS_PER_FOLDER = 128
@@ -270,19 +271,17 @@ class Evaluation:
         """Of every run that kept its epochs and whose data is there; what stands against one is said, and no more."""
         found = []
         for candidate in self.candidates:
-            run, folder = candidate.run, candidate.folder
-            if not self.protocol.dynamics_texts or run is None or folder is None:
-                continue
-            if not run["recipe"]["record"]["keep_epochs"] or not Path(run["recipe"]["data"]["path"]).exists():
+            run = candidate.run
+            if not self.protocol.dynamics_texts or run is None or not run.recipe.logging.keep_epoch_checkpoints:
                 continue
             self.on_progress(f"dynamics, {candidate.name}", 0, 1, 0)
             try:
                 measured = training_dynamics(
-                    candidate.name, folder, run, self.target, num_texts=self.protocol.dynamics_texts,
+                    candidate.name, run, self.target, num_texts=self.protocol.dynamics_texts,
                     blocks_per_text=self.protocol.dynamics_blocks, seed=self.protocol.seed,
                 )  # fmt: skip
                 found.append(measured)
-            except (DataError, EvaluationError) as error:
+            except (DataError, RunError, EvaluationError) as error:
                 print(f"no training dynamics of {candidate.name}: {error}", file=sys.stderr)
             self.on_progress(f"dynamics, {candidate.name}", 1, 1, 0)
         return found

@@ -135,12 +135,12 @@ class Predictor:
         return [*row.response_ids, *more.tokens]
 
     def _scores(self, batch: Batch, draft_temperatures: Sequence[float]) -> "_Scores":
-        output = self.features(batch, [0])
+        output = self.features(batch)
         assert output.features is not None
         target_hidden = batch.at_blocks(output.hidden)
         per_pass = max(1, LOGITS_PER_PASS // (self.target.vocab_size * batch.valid.shape[1]))
         hidden = self.drafter(
-            output.features.to(self.drafter.fc.weight.dtype), batch.path[:, 0], batch.anchors, self.target
+            output.features.to(self.drafter.fc.weight.dtype), batch.anchor_tokens, batch.anchors, self.target
         )
         parts: list[_Scores] = []
         for at in range(0, len(batch.anchors), per_pass):

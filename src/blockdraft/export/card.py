@@ -94,18 +94,19 @@ def _drafter_rows(config: DrafterConfig, around: Surroundings) -> list[tuple[str
 
 
 def _training(facts: RunFacts) -> str:
-    if facts.about is None:
+    if facts.info is None:
         return f"Objective, data and recipe: {UNKNOWN}."
-    recipe = facts.about["recipe"]
+    recipe, made_with = facts.info.recipe, facts.info.provenance.model_dump()
+    revision = made_with.pop("git")
     rows = [
-        ("objective", recipe["objective"]["name"]),
-        ("objective's options", recipe["objective"]["options"] or "the paper's"),
-        ("steps", f"{facts.step} of {facts.about['num_steps']}"),
+        ("objective", recipe.objective.name),
+        ("objective's options", recipe.objective.options),
+        ("steps", f"{facts.step} of {facts.info.num_steps}"),
         ("data", _data(facts)),
-        ("made with", ", ".join(f"{name} {version}" for name, version in facts.about["versions"].items())),
-        ("revision", facts.about["git"]),
+        ("made with", ", ".join(f"{name} {version}" for name, version in made_with.items())),
+        ("revision", revision),
     ]
-    text = yaml.safe_dump(_without_paths(recipe), sort_keys=False)
+    text = yaml.safe_dump(_without_paths(recipe.model_dump(mode="json")), sort_keys=False)
     return f"{_table(rows)}\n\nThe recipe (of paths, the last part only):\n\n```yaml\n{text}```"
 
 

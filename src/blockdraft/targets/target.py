@@ -97,11 +97,12 @@ class Target:
         layers: Sequence[int] = (),
         *,
         spans: Sequence[Span] | None = None,
+        positions: Tensor | None = None,
     ) -> TargetOutput:
         """Run over ``[N, T]`` tokens that follow what the cache holds, if there is one.
 
-        With ``spans``, several texts are packed into rows; each is read as if it were alone, and what
-        lies outside of them means nothing.
+        With ``spans``, several texts are packed into rows; each is read as if it were alone, and what lies
+        outside of them means nothing. Their ``positions`` ``[N, T]`` are derived from the spans unless given.
         """
         for layer in layers:
             if not 0 <= layer < self.num_layers - 1:
@@ -112,9 +113,10 @@ class Target:
             if spans is None:
                 output = decoder(input_ids=tokens, past_key_values=cache, use_cache=cache is not None)
             else:
-                positions = span_positions(spans, *tokens.shape).to(tokens.device)
+                if positions is None:
+                    positions = span_positions(spans, *tokens.shape)
                 with attending(self.model, SpanAttention(spans)):
-                    output = decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+                    output = decoder(input_ids=tokens, position_ids=positions.to(tokens.device), use_cache=False)
             hidden = output.last_hidden_state
             features = torch.cat([self._features[layer] for layer in layers], -1) if layers else None
         finally:

@@ -1,8 +1,6 @@
-"""Training drafters: recipes, estimates, and the run itself."""
+"""Training drafters: what a run will take, and the run itself."""
 
-from blockdraft.training.estimate import ResourceEstimate, estimate
-from blockdraft.training.recipe import Recipe, RecipeError
-from blockdraft.training.shipped import load_recipe, shipped_names
-from blockdraft.training.trainer import Trainer
+from blockdraft.training.preflight import ResourceEstimate, dry_run, estimate
+from blockdraft.training.trainer import Progress, StoppedError, Trainer, TrainingError
 
-__all__ = ["Recipe", "RecipeError", "ResourceEstimate", "Trainer", "estimate", "load_recipe", "shipped_names"]
+__all__ = ["Progress", "ResourceEstimate", "StoppedError", "Trainer", "TrainingError", "dry_run", "estimate"]

@@ -1,4 +1,4 @@
-"""One batch through target, drafter and objective."""
+"""One batch through drafter and objective."""
 
 import torch
 from torch import Tensor, nn
@@ -9,39 +9,38 @@ from blockdraft.losses import BlockStatistics, Objective, block_statistics, fuse
 from blockdraft.targets import Target, TargetOutput
 
 
-class Step(nn.Module):
-    """A module whose forward pass is all that touches the drafter's weights, so that it can be replicated or sharded.
+class TrainingStep(nn.Module):
+    """The forward pass that touches all of the drafter's weights, as a module that can be replicated or sharded.
 
-    The target is not part of it: it is frozen, and shares only its embedding and head.
+    The target is no part of the module: it is frozen, and shares only its embedding and head.
     """
 
     def __init__(self, drafter: Drafter, target: Target, precision: torch.dtype, *, fused: bool = True) -> None:
         super().__init__()
         self.drafter = drafter
-        self._target = [target]  # out of reach of the module's own parameters
-        self.precision, self.fused = precision, fused
+        self.target, self.precision, self.fused = target, precision, fused
 
     def forward(
         self, batch: Batch, output: TargetOutput, objective: Objective
     ) -> tuple[Tensor, Tensor, BlockStatistics]:
-        """Numerator (with gradient), denominator, statistics of the batch's blocks."""
-        target, device = self._target[0], batch.path.device
+        """Return the objective's numerator (with gradient) and denominator, and statistics of the batch's blocks."""
         assert output.features is not None
-        with torch.autocast(device.type, self.precision, enabled=self.precision != torch.float32):
+        with torch.autocast(batch.tokens.device.type, self.precision, enabled=self.precision != torch.float32):
             features = output.features if self.precision != torch.float32 else output.features.float()
-            hidden = self.drafter(features, batch.path[:, 0], batch.anchors, target)
+            hidden = self.drafter(features, batch.anchor_tokens, batch.anchors, self.target)
             markov = self.drafter.markov(hidden, batch.previous)
         target_hidden = batch.at_blocks(output.hidden)
+        head = self.target.head
         if self.fused:
             value = fused_linear_objective(
-                objective, hidden, target_hidden, target.head, target.head, batch.labels, batch.valid, markov
+                objective, hidden, target_hidden, head, head, batch.labels, batch.valid, markov
             )
             assert value.stats is not None
             return value.numerator, value.denominator, value.stats
-        logits = hidden.to(target.dtype) @ target.head.T
+        logits = hidden.to(self.target.dtype) @ head.T
         if markov is not None:
             logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
-        target_logits = target.logits(target_hidden)
+        target_logits = self.target.logits(target_hidden)
         value = objective(logits, target_logits, batch.labels, batch.valid)
         stats = block_statistics(logits, target_logits, batch.labels, batch.valid, temperature=objective.temperature)
         return value.numerator, value.denominator, stats

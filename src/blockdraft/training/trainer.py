@@ -1,10 +1,8 @@
 """The training run: steps, held-out measurements, checkpoints, resuming."""
 
 import contextlib
-import json
-import platform
+import dataclasses
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,30 +21,29 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
-import blockdraft
-from blockdraft.data import BatchSampler, CachedFeatures, Features, OnlineFeatures, build_cache, open_dataset
-from blockdraft.data.features import refuse_large_cache
+from blockdraft.data import Batch, BatchSampler, CachedFeatures, Features, OnlineFeatures, TextDataset, open_dataset
+from blockdraft.data.features import build_cache, refuse_large_cache
 from blockdraft.distributed import Distributed, shard
 from blockdraft.errors import BlockdraftError
-from blockdraft.files import atomic_write, exclusive
-from blockdraft.losses import Annealing
+from blockdraft.files import exclusive
+from blockdraft.losses import Annealing, Objective
+from blockdraft.provenance import Provenance
+from blockdraft.recipes import Recipe, RecipeError, is_annealed
+from blockdraft.runs import Run, RunInfo, RunTarget
 from blockdraft.targets import Target, fingerprint
-from blockdraft.training.allocator import keep_freed_memory
-from blockdraft.training.checkpoints import Checkpoints, truncate_metrics
-from blockdraft.training.decoded import Decoded
-from blockdraft.training.feed import PrefetchingLoader
-from blockdraft.training.heldout import HeldOut, summary
-from blockdraft.training.initial import new_drafter
-from blockdraft.training.logs import Logs, check_trackers
-from blockdraft.training.recipe import Recipe, RecipeError
-from blockdraft.training.schedule import Schedule
-from blockdraft.training.step import Step
+from blockdraft.training.initialization import new_drafter
+from blockdraft.training.loader import PrefetchingLoader
+from blockdraft.training.measuring import DecodedPrompts, HeldOutBlocks, summary
+from blockdraft.training.optimizers import learning_rate_at, make_optimizer
+from blockdraft.training.step import TrainingStep
+from blockdraft.training.trackers import MetricsLog, check_trackers
+from blockdraft.verification import RULES
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class TrainingError(BlockdraftError):
-    """A run that cannot go on, with what is known and what to try."""
+    """A run cannot continue; the message says what is known and what to try."""
 
 
 class StoppedError(Exception):
@@ -56,7 +52,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class Progress:
-    """After one optimizer step."""
+    """Where a run is after one optimizer step."""
 
     step: int
     num_steps: int
@@ -64,168 +60,145 @@ class Progress:
 
 
 class Trainer:
-    """A run in its folder.
+    """Trains a drafter in a run's folder, or resumes a run that was interrupted.
 
     Everything that decides the weights is in the recipe, the data and the target; how many processes or
     accumulated batches share a step decides only the rounding.
     """
 
-    def __init__(self, recipe: Recipe, target: Target, run: str | Path, processes: Distributed | None = None) -> None:
-        """Set up a new run, or go on with one that was interrupted."""
-        keep_freed_memory()
+    def __init__(
+        self, recipe: Recipe, target: Target, folder: str | Path, distributed: Distributed | None = None
+    ) -> None:
         if recipe.runtime.threads is not None:
             torch.set_num_threads(recipe.runtime.threads)
-        self.recipe, self.target, self.run_folder = recipe, target, Path(run)
-        self.processes = processes or Distributed(recipe.runtime.device)
-        self.lockstep = self.processes.is_distributed and (
-            recipe.runtime.parallel == "fsdp" or recipe.runtime.shard_target
-        )
-        if self.lockstep and recipe.record.decode_prompts:
-            raise RecipeError(
-                "record.decode_prompts needs whole models in one process, and these are sharded; set it to 0, "
-                "or train with runtime.parallel=ddp and runtime.shard_target=false"
-            )
         if recipe.data.path is None:
-            raise RecipeError("the recipe has no data; set data.path to a folder that data regenerate wrote")
-        self.paths = open_dataset(recipe.data.path, target)
-        self._fingerprint = fingerprint(target)  # before its layers may be sharded
-        _refuse_other_law(recipe, self.paths.manifest)
-        training, heldout = self.paths.split(recipe.data.heldout, recipe.seed)
-        drafter = new_drafter(recipe, target).to(self.processes.device)
-        drafter.checkpoint_activations = recipe.runtime.checkpoint_activations
-        self.drafter, self.config = drafter, drafter.config
-        batch = recipe.batch
-        self.plan = BatchSampler(
-            training, num_texts=batch.num_texts, num_anchors=batch.num_anchors,
-            num_proposals=self.config.num_proposals, seed=recipe.seed, full_blocks=batch.full_blocks,
-        )  # fmt: skip
-        all_steps = recipe.optimizer.epochs * self.plan.steps_per_epoch
-        self.num_steps = min(all_steps, recipe.optimizer.max_steps or all_steps)
-        self.feed = PrefetchingLoader(
-            self.plan, training, rank=self.processes.rank, num_processes=self.processes.world_size,
-            accumulation=batch.accumulation,
-        )  # fmt: skip
-        self.features = self._features(training)
-        self.heldout: HeldOut | None = None
-        self.decoded: Decoded | None = None
-        if len(heldout):
-            online = OnlineFeatures(target, self.config.target_layers)
-            blocks = recipe.record.heldout_blocks
-            temperature = recipe.make_objective().temperature
-            self.heldout = HeldOut(heldout, blocks, self.config.num_proposals, recipe.seed, online, temperature)
-            if recipe.record.decode_prompts and self.processes.is_main:
-                self.decoded = Decoded(heldout, recipe.record.decode_prompts, target, temperature, recipe.seed)
+            raise RecipeError("the recipe has no data; set data.path to a folder that `data regenerate` wrote")
+        self.recipe, self.target = recipe.resolved(), target
+        self.distributed = distributed or Distributed(recipe.runtime.device)
         self.objective = recipe.make_objective()
-        self.annealing = Annealing(self.num_steps, **recipe.annealing.model_dump())
-        self.schedule = Schedule(recipe.optimizer.rate, recipe.optimizer.warmup, self.num_steps)
-        self.step_module = Step(drafter, target, self._precision(), fused=recipe.runtime.fused)
-        layers = list(drafter.layers)
-        if recipe.runtime.compile:
-            for layer in layers:
-                layer.compile()
-        if recipe.runtime.shard_target and self.processes.is_distributed:
-            for layer in target.model.model.layers:
-                shard(layer, [])
-        self.module = self.processes.wrap(self.step_module, recipe.runtime.parallel, layers)
-        self.optimizer = torch.optim.AdamW(
-            drafter.parameters(), lr=recipe.optimizer.rate, betas=recipe.optimizer.betas,
-            weight_decay=recipe.optimizer.weight_decay,
+        dataset = open_dataset(recipe.data.path, target)
+        target_fingerprint = fingerprint(target)  # before its layers may be sharded
+        _refuse_other_sampling(recipe, self.objective, dataset)
+        training, heldout = dataset.split(recipe.data.num_heldout, recipe.seed)
+        self.drafter = new_drafter(recipe, target).to(self.distributed.device)
+        self.drafter.checkpoint_activations = recipe.runtime.gradient_checkpointing
+        self.config = self.drafter.config
+        self.sampler = BatchSampler(
+            training, num_texts=recipe.batch.num_texts, num_anchors=recipe.batch.num_anchors,
+            num_proposals=self.config.num_proposals, seed=recipe.seed, full_blocks=recipe.batch.full_blocks,
         )  # fmt: skip
-        epochs = range(1, recipe.optimizer.epochs + 1) if recipe.record.keep_epochs else ()
-        self.checkpoints = Checkpoints(
-            self.run_folder, keep=frozenset(min(epoch * self.plan.steps_per_epoch, self.num_steps) for epoch in epochs)
-        )
+        all_steps = recipe.optimizer.num_train_epochs * self.sampler.steps_per_epoch
+        self.num_steps = min(all_steps, recipe.optimizer.max_steps or all_steps)
+        self.annealing: Annealing | None = None
+        if recipe.annealing is not None and is_annealed(self.objective):
+            schedule = recipe.annealing
+            self.annealing = Annealing(self.num_steps, schedule.ratio, schedule.initial, schedule.final)
+        self.loader = PrefetchingLoader(
+            self.sampler, rank=self.distributed.rank, world_size=self.distributed.world_size,
+            accumulation=recipe.batch.gradient_accumulation_steps,
+        )  # fmt: skip
+        self.features = self._make_features(training)
+        self._prepare_measuring(heldout)
+        self._prepare_modules()
         self.step, self.best_step, self.best_length = 0, 0, -1.0
-        self._asked_to_stop: int | None = None
-        self._begin()
+        self._asked_to_stop = False
+        info = RunInfo(
+            recipe=self.recipe, target=RunTarget(name=target.name, fingerprint=target_fingerprint),
+            data=dataset.identity, num_steps=self.num_steps, steps_per_epoch=self.sampler.steps_per_epoch,
+            drafter=self.config.to_dict(), provenance=Provenance.here(),
+        )  # fmt: skip
+        self.run = self._open_run(Path(folder), info)
 
-    # The run
+    # Training
 
-    def run(self, on_step: Callable[[Progress], None] | None = None) -> dict[str, Any]:
-        """Train to the end; the last held-out measurement. SIGTERM and SIGINT save first."""
+    def train(self, on_step: Callable[[Progress], None] | None = None) -> dict[str, Any]:
+        """Train to the end and return the last held-out measurement; SIGTERM, SIGHUP and SIGINT save first."""
         check_trackers(self.recipe)
         with contextlib.ExitStack() as stack:
-            logs = None
-            if self.processes.is_main:
-                stack.enter_context(exclusive(self.run_folder))
-                truncate_metrics(self.run_folder / "metrics.jsonl", self.step or -1)
-                logs = Logs(self.run_folder, self.recipe)
-                stack.callback(logs.close)
-            for each in (signal.SIGTERM, signal.SIGINT):
+            log: MetricsLog | None = None
+            if self.distributed.is_main:
+                stack.enter_context(exclusive(self.run.folder))
+                self.run.truncate_metrics(self.step or -1)
+                log = MetricsLog(self.run.metrics_file, self.recipe)
+                stack.callback(log.close)
+            for each in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM)):
                 stack.callback(signal.signal, each, signal.signal(each, self._ask_to_stop))
-            return self._run(logs, on_step or (lambda _progress: None))
+            return self._train(log, on_step or (lambda _progress: None))
 
-    def _run(self, logs: Logs | None, on_step: Callable[[Progress], None]) -> dict[str, Any]:
-        record = self.recipe.record
+    def _train(self, log: MetricsLog | None, on_step: Callable[[Progress], None]) -> dict[str, Any]:
+        logging, per_epoch = self.recipe.logging, self.sampler.steps_per_epoch
         measured = self.evaluate()
-        if self.step == 0:
-            self._log(logs, {"step": 0} | measured)
+        if self.step == 0 and log is not None:
+            log.write({"step": 0} | measured)
         self.drafter.train()
-        started, first, waited = time.perf_counter(), self.step, self.feed.seconds_waited
-        for batches in self.feed.steps(self.step, self.num_steps):
+        started, first = time.perf_counter(), self.step
+        for batches in self.loader.steps(self.step, self.num_steps):
             metrics = self.take_step(batches)
             seconds = time.perf_counter() - started
             metrics["steps_per_second"] = (self.step - first) / seconds
-            metrics["waiting_for_data"] = (self.feed.seconds_waited - waited) / seconds
-            epoch_end = self.step % self.plan.steps_per_epoch == 0
-            last = self.step == self.num_steps
+            metrics["waiting_for_data"] = self.loader.seconds_waited / seconds
+            epoch_end, last = self.step % per_epoch == 0, self.step == self.num_steps
             length: float | None = None
-            if epoch_end or last or (record.evaluate_every and self.step % record.evaluate_every == 0):
+            if epoch_end or last or (logging.eval_steps and self.step % logging.eval_steps == 0):
                 measured = self.evaluate()
                 metrics |= measured
                 length = measured.get("heldout_length_block")
-            if self.step % record.log_every == 0 or last or "heldout_length_block" in metrics:
-                self._log(logs, metrics)
+            if log is not None and (self.step % logging.logging_steps == 0 or last or length is not None):
+                log.write(metrics)
             stop = self._stopping()
-            if epoch_end or last or stop or self.step % record.save_every == 0:
+            if epoch_end or last or stop or self.step % logging.save_steps == 0:
                 self.save(length)
             on_step(Progress(self.step, self.num_steps, metrics))
             if stop and not last:
-                raise StoppedError(f"stopped at step {self.step} of {self.num_steps}, saved; the same command goes on")
+                raise StoppedError(
+                    f"stopped at step {self.step} of {self.num_steps} and saved; the same command resumes"
+                )
         return measured
 
-    def take_step(self, batches: list[Any]) -> dict[str, Any]:
-        """One optimizer step over this process's share of the global batch."""
-        processes = self.processes
-        objective = self.annealing.apply(self.objective)
+    def take_step(self, batches: list[Batch]) -> dict[str, Any]:
+        """Take one optimizer step over this process's share of the global batch."""
+        distributed, options = self.distributed, self.recipe.optimizer
+        objective, beta = self.objective, None
+        if self.annealing is not None:
+            beta = self.annealing.beta_at(self.step)
+            objective = dataclasses.replace(objective, beta=beta)  # type: ignore[call-arg]
         self.optimizer.zero_grad(set_to_none=True)
-        sums = torch.zeros(6, dtype=torch.float64, device=processes.device)
-        for number, (batch, texts) in enumerate(batches):
-            batch = batch.to(processes.device)
-            output = self.features(batch, texts)
-            with processes.accumulating(self.module, last=number == len(batches) - 1):
+        sums = torch.zeros(6, dtype=torch.float64, device=distributed.device)
+        for number, batch in enumerate(batches):
+            batch = batch.to(distributed.device)
+            output = self.features(batch)
+            with distributed.accumulating(self.module, last=number == len(batches) - 1):
                 numerator, denominator, stats = self.module(batch, output, objective)
                 numerator.backward()
-            lengths = [getattr(stats, rule).sum() for rule in ("greedy", "token", "block")]
+            lengths = [getattr(stats, rule).sum() for rule in RULES]
             sums += torch.stack([numerator.detach(), denominator, stats.num_blocks, *lengths]).double()
-        totals = processes.all_reduce(sums)
+        totals = distributed.all_reduce(sums)
         num_blocks = max(1.0, float(totals[2]))
         loss = float(objective.reduce(totals[0], totals[1]))
-        scale = objective.gradient_scale(totals[0], totals[1]) * processes.world_size  # gradients were averaged
+        scale = objective.gradient_scale(totals[0], totals[1]) * distributed.world_size  # gradients were averaged
         for parameter in self.drafter.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.dtype))
-        clipped = clip_grad_norm_(self.drafter.parameters(), self.recipe.optimizer.clip)
-        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
-        self._refuse_non_finite(loss, norm)
-        rate = self.schedule.rate_at(self.step)
+        norm = clip_grad_norm_(self.drafter.parameters(), options.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self._refuse_non_finite(loss, grad_norm)
+        rate = learning_rate_at(self.step, self.num_steps, options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.step += 1
-        self.annealing.advance()
-        greedy, token, block = (float(x) / num_blocks for x in totals[3:])
-        return {
-            "step": self.step, "epoch": self.step / self.plan.steps_per_epoch, "loss": loss, "rate": rate, "norm": norm,
-            "beta": self.annealing.beta_at(self.step - 1), "num_blocks": num_blocks,
-            "length_greedy": greedy, "length_token": token, "length_block": block,
+        metrics = {
+            "step": self.step, "epoch": self.step / self.sampler.steps_per_epoch, "loss": loss, "learning_rate": rate,
+            "grad_norm": grad_norm, "num_blocks": num_blocks,
         }  # fmt: skip
+        metrics |= {f"length_{rule}": float(x) / num_blocks for rule, x in zip(RULES, totals[3:], strict=True)}
+        return metrics if beta is None else metrics | {"beta": beta}
 
     def evaluate(self) -> dict[str, Any]:
-        """Expected accepted lengths on held-out paths; in the first process, what decoding retains, if asked for."""
+        """Measure expected accepted lengths on held-out texts and, if asked for, what decoding retains."""
         if self.heldout is None:
             return {}
-        stats = self.heldout.measure(self.step_module, self.processes, lockstep=self.lockstep)
+        stats = self.heldout.measure(self.step_module, self.distributed, lockstep=self.lockstep)
         measured: dict[str, Any] = {f"heldout_{name}": value for name, value in summary(stats).items()}
         return measured if self.decoded is None else measured | self.decoded.measure(self.drafter)
 
@@ -236,133 +209,126 @@ class Trainer:
             length: what these very weights were measured to have accepted under block verification on held-out
                 texts, if they were. Without held-out texts the last checkpoint is the best.
         """
-        tensors = get_model_state_dict(self.drafter, options=WHOLE)
-        optimizer = get_optimizer_state_dict(self.drafter, self.optimizer, options=WHOLE)
+        tensors: dict[str, Any] = dict(get_model_state_dict(self.drafter, options=FULL_STATE))
+        optimizer = get_optimizer_state_dict(self.drafter, self.optimizer, options=FULL_STATE)
         if self.heldout is None or (length is not None and length > self.best_length):
             self.best_step, self.best_length = self.step, length or 0.0
-        if self.processes.is_main:
+        if self.distributed.is_main:
             state = {
                 "optimizer": optimizer, "random": torch.get_rng_state(),
                 "best_step": self.best_step, "best_length": self.best_length,
             }  # fmt: skip
-            self.checkpoints.save(self.step, self.drafter, tensors, state, best_step=self.best_step)
-        self.processes.barrier()
+            self.run.save_checkpoint(
+                self.step, self.drafter, tensors, state, best_step=self.best_step, keep=self._kept_steps()
+            )
+        self.distributed.barrier()
 
     # Setting up
 
-    def _begin(self) -> None:
-        """Load the last checkpoint, or write down what this run is."""
-        about = self._about()
-        file = self.run_folder / "run.json"
-        if file.exists():
-            _refuse_other_run(file, about)
-        state = self.checkpoints.load()
-        if state is not None:
-            tensors: dict[str, Any] = dict(load_file(state["folder"] / "model.safetensors"))
-            set_model_state_dict(self.drafter, tensors, options=StateDictOptions(full_state_dict=True))
-            set_optimizer_state_dict(
-                self.drafter, self.optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True)
-            )
-            torch.set_rng_state(state["random"])
-            self.step = state["step"]
-            self.best_step, self.best_length = state["best_step"], state["best_length"]
-            self.annealing.load_state_dict({"step": self.step})
-        if self.processes.is_main and not file.exists():
-            with atomic_write(self.run_folder / "recipe.yaml") as unfinished:
-                unfinished.write_text(self.recipe.to_yaml())
-            with atomic_write(file) as unfinished:
-                unfinished.write_text(json.dumps(about, indent=2) + "\n")
-        self.processes.barrier()
-
-    def _about(self) -> dict[str, Any]:
-        return {
-            "recipe": self.recipe.model_dump(mode="json"),
-            "target": {"name": self.target.name, "fingerprint": self._fingerprint},
-            "data": self.paths.identity,
-            "num_steps": self.num_steps,
-            "steps_per_epoch": self.plan.steps_per_epoch,
-            "drafter": self.config.to_dict(),
-            "versions": {
-                "blockdraft": blockdraft.__version__, "torch": torch.__version__,
-                "transformers": transformers.__version__, "python": platform.python_version(),
-            },
-            "git": _git_revision(),
-        }  # fmt: skip
-
-    def _features(self, training: Any) -> Features:
-        layers = self.config.target_layers
-        data = self.recipe.data
+    def _make_features(self, training: TextDataset) -> Features:
+        layers, data = self.config.target_layers, self.recipe.data
         if data.features == "online":
             return OnlineFeatures(self.target, layers)
         assert data.cache is not None
         max_bytes = int(data.cache_gib * 2**30)
         refuse_large_cache(self.target, training, layers, max_bytes)
-        if self.processes.is_main:
+        if self.distributed.is_main:
             build_cache(data.cache, self.target, training, layers, max_bytes=max_bytes)
-        self.processes.barrier()
+        self.distributed.barrier()
         return CachedFeatures(data.cache, self.target, training, layers)
 
-    def _precision(self) -> torch.dtype:
-        default = "float32" if self.processes.device.type == "cpu" else "bfloat16"
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.recipe.runtime.precision or default]
+    def _prepare_measuring(self, heldout: TextDataset) -> None:
+        runtime, logging, seed = self.recipe.runtime, self.recipe.logging, self.recipe.seed
+        self.lockstep = self.distributed.is_distributed and (runtime.parallel == "fsdp" or runtime.shard_target)
+        if self.lockstep and logging.decode_prompts:
+            raise RecipeError(
+                "logging.decode_prompts needs whole models in one process, and these are sharded; set it to 0, "
+                "or train with runtime.parallel=ddp and runtime.shard_target=false"
+            )
+        self.heldout: HeldOutBlocks | None = None
+        self.decoded: DecodedPrompts | None = None
+        if len(heldout):
+            online = OnlineFeatures(self.target, self.config.target_layers)
+            temperature = self.objective.temperature
+            self.heldout = HeldOutBlocks(
+                heldout, logging.heldout_blocks, self.config.num_proposals, seed, online, temperature
+            )
+            if logging.decode_prompts and self.distributed.is_main:
+                self.decoded = DecodedPrompts(heldout, logging.decode_prompts, self.target, temperature, seed)
+
+    def _prepare_modules(self) -> None:
+        runtime = self.recipe.runtime
+        default = "float32" if self.distributed.device.type == "cpu" else "bfloat16"
+        precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}[runtime.precision or default]
+        self.step_module = TrainingStep(self.drafter, self.target, precision, fused=runtime.fused)
+        layers = list(self.drafter.layers)
+        if runtime.compile:
+            for layer in layers:
+                layer.compile()
+        if runtime.shard_target and self.distributed.is_distributed:
+            for layer in self.target.model.model.layers:
+                shard(layer, [])
+        self.module = self.distributed.wrap(self.step_module, runtime.parallel, layers)
+        self.optimizer = make_optimizer(self.drafter, self.recipe.optimizer)
+
+    def _open_run(self, folder: Path, info: RunInfo) -> Run:
+        """Load the last checkpoint of a run that is there, or write down what this one is."""
+        if Run.is_run(folder):
+            run = Run.open(folder)
+            wrong = info.differences(run.info)
+            if wrong:
+                raise RecipeError(
+                    f"{folder} holds a run of something else: {', '.join(wrong)} differ. Choose another --out"
+                )
+            self._resume(run)
+        else:
+            run = Run.create(folder, info) if self.distributed.is_main else Run(folder, info)
+        self.distributed.barrier()
+        return run
+
+    def _resume(self, run: Run) -> None:
+        found = run.load_state()
+        if found is None:
+            return
+        folder, state = found
+        whole = StateDictOptions(full_state_dict=True)
+        tensors: dict[str, Any] = dict(load_file(folder / "model.safetensors"))
+        set_model_state_dict(self.drafter, tensors, options=whole)
+        set_optimizer_state_dict(self.drafter, self.optimizer, state["optimizer"], options=whole)
+        torch.set_rng_state(state["random"])
+        self.step, self.best_step, self.best_length = state["step"], state["best_step"], state["best_length"]
+
+    def _kept_steps(self) -> frozenset[int]:
+        if not self.recipe.logging.keep_epoch_checkpoints:
+            return frozenset()
+        epochs = range(1, self.recipe.optimizer.num_train_epochs + 1)
+        return frozenset(min(epoch * self.sampler.steps_per_epoch, self.num_steps) for epoch in epochs)
 
     # Stopping
 
-    def _ask_to_stop(self, number: int, _frame: Any) -> None:
-        self._asked_to_stop = number
+    def _ask_to_stop(self, _number: int, _frame: Any) -> None:
+        self._asked_to_stop = True
 
     def _stopping(self) -> bool:
-        asked = torch.tensor(float(self._asked_to_stop is not None))
-        return float(self.processes.all_reduce(asked)) > 0
+        return float(self.distributed.all_reduce(torch.tensor(float(self._asked_to_stop)))) > 0
 
     def _refuse_non_finite(self, loss: float, norm: float) -> None:
         bad = [name for name, value in (("loss", loss), ("gradient", norm)) if not abs(value) < float("inf")]
         if bad:
-            last = self.checkpoints.load()
-            kept = (
-                f"step {last['step']} is in {self.run_folder / 'checkpoint'}" if last else "there is no checkpoint yet"
-            )
+            saved = self.run.checkpoints()
+            kept = f"step {max(saved)} is in {self.run.folder / 'checkpoint'}" if saved else "there is none yet"
             raise TrainingError(
                 f"the {' and the '.join(bad)} of step {self.step + 1} is not finite; the last good checkpoint: {kept}. "
-                "Try a smaller optimizer.rate, a longer optimizer.warmup, or runtime.precision=float32"
+                "Try a smaller optimizer.learning_rate, a larger optimizer.warmup_ratio, or runtime.precision=float32"
             )
 
-    def _log(self, logs: Logs | None, metrics: dict[str, Any]) -> None:
-        if logs is not None:
-            logs.write(metrics)
 
-
-def _refuse_other_law(recipe: Recipe, manifest: dict[str, Any]) -> None:
-    """BV's identity needs paths drawn from the law whose ratios are trained."""
-    identity = manifest["identity"]
-    law = {key: identity[key] for key in ("temperature", "top_k", "top_p")}
-    temperature = recipe.make_objective().temperature
-    if law != {"temperature": temperature, "top_k": 0, "top_p": 1.0}:
+def _refuse_other_sampling(recipe: Recipe, objective: Objective, dataset: TextDataset) -> None:
+    """Raise unless the texts were drawn from the distribution whose ratios are trained: BV's identity needs it."""
+    identity = dataset.manifest["identity"]
+    sampling = {key: identity[key] for key in ("temperature", "top_k", "top_p")}
+    if sampling != {"temperature": objective.temperature, "top_k": 0, "top_p": 1.0}:
         raise RecipeError(
-            f"{recipe.data.path} was sampled with {law}, the objective assumes temperature {temperature:g} "
-            "over the whole vocabulary; regenerate the data so"
+            f"{recipe.data.path} was sampled with {sampling}, the objective assumes temperature "
+            f"{objective.temperature:g} over the whole vocabulary; regenerate the data so"
         )
-
-
-def _refuse_other_run(file: Path, about: dict[str, Any]) -> None:
-    """A run goes on only with what it began with; how it runs may change."""
-    there = json.loads(file.read_text())
-    free = {"runtime", "record"}
-    ours, theirs = ({k: v for k, v in each["recipe"].items() if k not in free} for each in (about, there))
-    for recipe in (ours, theirs):
-        recipe["batch"] = {k: v for k, v in recipe["batch"].items() if k != "accumulation"}
-    wrong = [f"recipe.{key}" for key in ours if ours[key] != theirs.get(key)]
-    wrong += [key for key in ("target", "data") if about[key] != there[key]]
-    if wrong:
-        raise RecipeError(
-            f"{file.parent} holds a run of something else: {', '.join(wrong)} differ. Choose another --out"
-        )
-
-
-def _git_revision() -> str | None:
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip()

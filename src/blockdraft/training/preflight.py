@@ -1,18 +1,23 @@
-"""What a run will take, before anything is launched.
+"""Before a run is launched: what it will take, and a dry run of everything it needs.
 
 Weights, optimizer and files are counted exactly; activations and logits by the
 formulas in `ResourceEstimate`'s fields, which name what they leave out.
 """
 
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from blockdraft.data.features import cache_bytes
-from blockdraft.drafters import DrafterConfig, build_drafter
+from blockdraft.distributed import Distributed
+from blockdraft.drafters import DrafterConfig, build_drafter, load_drafter
 from blockdraft.losses.fused import CHUNK_BYTES
-from blockdraft.targets import target_shape
-from blockdraft.training.recipe import Recipe
+from blockdraft.recipes import Recipe
+from blockdraft.targets import Target, target_shape
+from blockdraft.training.trainer import Trainer
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -56,9 +61,9 @@ class ResourceEstimate:
 
 
 def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_text: float) -> ResourceEstimate:
-    """What the recipe takes on so many devices with so much data."""
+    """Estimate what a recipe takes on so many devices with so much data."""
     shape = target_shape(recipe.target.name, recipe.target.shape)
-    config = DrafterConfig.for_target(recipe.drafter.kind, shape, **recipe.drafter.changes())
+    config = DrafterConfig.for_target(recipe.drafter.kind, shape, **recipe.drafter.config_options())
     with torch.device("meta"):
         drafter_parameters = sum(parameter.numel() for parameter in build_drafter(config).parameters())
     target_parameters = shape.num_parameters
@@ -67,15 +72,15 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
     drafter_shards = num_devices if recipe.runtime.parallel == "fsdp" else 1
     target_shards = num_devices if recipe.runtime.shard_target else 1
     all_tokens = round(num_texts * tokens_per_text)
-    num_steps = recipe.optimizer.epochs * -(-num_texts // recipe.batch.num_texts)
+    num_steps = recipe.optimizer.num_train_epochs * -(-num_texts // recipe.batch.num_texts)
     if recipe.optimizer.max_steps is not None:
         num_steps = min(num_steps, recipe.optimizer.max_steps)
-    share = num_devices * recipe.batch.accumulation
+    share = num_devices * recipe.batch.gradient_accumulation_steps
     micro_tokens = -(-recipe.batch.num_texts // share) * tokens_per_text
     micro_blocks = -(-recipe.batch.num_anchors // share)
     positions = micro_blocks * config.num_proposals
     width, num_features = config.hidden_size, len(config.target_layers)
-    kept_per_slot = 1 if recipe.runtime.checkpoint_activations else _kept_widths(config)
+    kept_per_slot = 1 if recipe.runtime.gradient_checkpointing else _kept_widths(config)
     features = micro_tokens * (1 + num_features) * width * target_precision
     slots = micro_blocks * config.num_slots * config.num_layers * kept_per_slot * width * precision
     chunk = min(CHUNK_BYTES, positions * shape.vocab_size * 4)
@@ -106,3 +111,34 @@ def _kept_widths(config: DrafterConfig) -> float:
 def _on_cpu(recipe: Recipe) -> bool:
     embedded = recipe.target.name in ("pocket", "smollm2")
     return recipe.runtime.device == "cpu" or (recipe.runtime.device is None and embedded)
+
+
+def dry_run(recipe: Recipe, target: Target, distributed: Distributed) -> Iterator[str]:
+    """Check recipe, data and target, take two steps, write and read a checkpoint; yields a line for each."""
+    yield f"recipe: {recipe.objective.name} on {recipe.drafter.kind}, valid"
+    yield f"target: {target.name}, {target.num_layers} layers, vocabulary {target.vocab_size:,}"
+    with tempfile.TemporaryDirectory() as folder:
+        changes = {
+            "logging": recipe.logging.model_copy(update={"tensorboard": False}),
+            "data": recipe.data.model_copy(update={"features": "online"}),  # a cache may take hours
+        }
+        trainer = Trainer(recipe.model_copy(update=changes), target, Path(folder), distributed)
+        dataset = trainer.sampler.dataset
+        num_texts, num_tokens = len(dataset), len(dataset.tokens)
+        yield f"data: {num_texts:,} texts to train on, {num_tokens:,} tokens, every checksum right"
+        yield f"plan: {trainer.num_steps:,} steps, {trainer.sampler.steps_per_epoch:,} an epoch"
+        found = estimate(
+            recipe, num_devices=distributed.world_size, num_texts=num_texts, tokens_per_text=num_tokens / num_texts
+        )
+        yield f"memory: about {found.device_bytes / GIB:.2f} GiB a device"
+        for batches in trainer.loader.steps(0, min(2, trainer.num_steps)):
+            metrics = trainer.take_step(batches)
+            yield f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.4f}"
+        trainer.save(trainer.evaluate().get("heldout_length_block"))
+        if distributed.is_main:
+            again = load_drafter(trainer.run.checkpoint("last"), target)
+            if not distributed.is_distributed:  # otherwise this process may hold a shard of the weights
+                ours = trainer.drafter.state_dict()
+                if not all(torch.equal(ours[name], tensor) for name, tensor in again.state_dict().items()):
+                    raise RuntimeError("the checkpoint does not hold the weights that were saved")
+        yield "checkpoint: written and read"

@@ -1,38 +1,38 @@
-"""Where numbers go: ``metrics.jsonl`` always, TensorBoard, Weights & Biases or trackio if asked."""
+"""Where metrics go: ``metrics.jsonl`` always; TensorBoard, Weights & Biases or trackio if asked."""
 
 import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-from blockdraft.training.recipe import Recipe, RecipeError
+from blockdraft.recipes import Recipe, RecipeError
 
 TRACKERS = ("wandb", "trackio")
 
 
 def check_trackers(recipe: Recipe) -> None:
     """Raise if the recipe asks for a tracker that is not installed; on every process, before any of them waits."""
-    for name in TRACKERS:
-        if getattr(recipe.record, name) and importlib.util.find_spec(name) is None:
-            raise RecipeError(f"record.{name} needs a package of its own: pip install {name}")
+    for name in ("tensorboard", *TRACKERS):
+        if getattr(recipe.logging, name) and importlib.util.find_spec(name) is None:
+            raise RecipeError(
+                f"logging.{name} needs a package that is not installed: pip install {name}, or set logging.{name}=false"
+            )
 
 
-class Logs:
-    """Of one run; used by the process that writes."""
+class MetricsLog:
+    """Writes the metrics of one run; used by the process that writes."""
 
-    def __init__(self, run: Path, recipe: Recipe) -> None:
-        self.path = run / "metrics.jsonl"
-        self._file = self.path.open("a")
+    def __init__(self, file: Path, recipe: Recipe) -> None:
+        self._file = file.open("a")
         self._writers: list[Any] = []
-        record = recipe.record
-        if record.tensorboard:
-            self._writers.append(_TensorBoard(run / "tensorboard"))
+        if recipe.logging.tensorboard:
+            self._writers.append(_TensorBoard(file.parent / "tensorboard"))
         for name in TRACKERS:
-            if getattr(record, name):
-                self._writers.append(_Tracker(name, run, recipe))
+            if getattr(recipe.logging, name):
+                self._writers.append(_Tracker(name, file.parent, recipe))
 
     def write(self, values: dict[str, Any]) -> None:
-        """One line; ``step`` is among the values."""
+        """Write one line; ``step`` is among the values."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float) and key != "step"}
@@ -41,6 +41,7 @@ class Logs:
             writer.write(numbers, texts, values["step"])
 
     def close(self) -> None:
+        """Close the file and all trackers."""
         self._file.close()
         for writer in self._writers:
             writer.close()

@@ -1,4 +1,4 @@
-"""Where a drafter's weights come from: chance, the target's own last layers, or another drafter."""
+"""Where a drafter's first weights come from: chance, the target's own last layers, or another drafter."""
 
 import dataclasses
 from typing import Any
@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from blockdraft.drafters import CheckpointError, Drafter, DrafterConfig, build_drafter, load_drafter
+from blockdraft.recipes import Recipe, RecipeError
 from blockdraft.targets import Target
-from blockdraft.training.recipe import Recipe, RecipeError
 
 
 def new_drafter(recipe: Recipe, target: Target) -> Drafter:
-    """A drafter for the target, in float32, its weights a function of the recipe's seed or of the folder it names."""
+    """Build a drafter for the target in float32; its weights depend on the recipe's seed, or the folder it names."""
     if recipe.drafter.initial not in ("scratch", "target"):
         return continue_from(recipe, target)
-    config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.changes())
+    config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.config_options())
     torch.manual_seed(recipe.seed)
     drafter = build_drafter(config).float()
     initialise(drafter)
@@ -25,7 +25,7 @@ def new_drafter(recipe: Recipe, target: Target) -> Drafter:
 
 
 def continue_from(recipe: Recipe, target: Target) -> Drafter:
-    """The drafter of a folder, ours or anyone's, with as many proposals as the recipe says: no tensor depends on it.
+    """Load a drafter to train further, ours or anyone's; the number of proposals is the recipe's.
 
     A confidence head is left behind, since training does not keep it true.
     """
@@ -56,7 +56,7 @@ def continue_from(recipe: Recipe, target: Target) -> Drafter:
 
 @torch.no_grad()
 def initialise(drafter: Drafter, std: float = 0.02) -> None:
-    """Normal weights of the usual width for matrices, ones for norms; a Markov head starts without effect."""
+    """Draw normal weights for matrices and set norms to one; a Markov head starts without effect."""
     for name, parameter in drafter.named_parameters():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -68,7 +68,7 @@ def initialise(drafter: Drafter, std: float = 0.02) -> None:
 
 @torch.no_grad()
 def copy_last_layers(drafter: Drafter, target: Target) -> None:
-    """Take over the last layers of the target, and its final norm, wherever names and shapes agree.
+    """Copy the last layers of the target, and its final norm, wherever names and shapes agree.
 
     Features are read as they are: ``fc`` begins as the mean of the features.
     """
