@@ -141,7 +141,7 @@ def export(run: Trainer, batch: Batch, path: Path) -> None:
     target, config = run.target, run.config
     before_norm: list[Tensor] = []
     hook = target.model.model.norm.register_forward_pre_hook(lambda _module, inputs: before_norm.append(inputs[0]))
-    output = run.features(batch, [])
+    output = run.features(batch)
     hook.remove()
     assert output.features is not None
     documents = torch.full_like(batch.tokens, -1)

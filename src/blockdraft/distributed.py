@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from blockdraft.errors import BlockdraftError
+
+
+T = TypeVar("T")
 
 
 class DeviceError(BlockdraftError):
@@ -66,6 +70,14 @@ class Distributed:
         if self.is_distributed:
             dist.all_reduce(values)
         return values
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the plain objects of all processes, in the order of their ranks."""
+        if not self.is_distributed:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
 
     def barrier(self) -> None:
         """Wait until all processes are here."""

@@ -16,7 +16,7 @@ def test_ls_show_validate():
     names = run("recipes", "ls").stdout.split()
     assert "qwen3-8b-dspark-lk" in names
     shown = yaml.safe_load(run("recipes", "show", "pocket-dflash-ce", "seed=7", "optimizer.num_train_epochs=2").stdout)
-    assert (shown["seed"], shown["optimizer"]["epochs"], shown["objective"]["name"]) == (7, 2, "ce")
+    assert (shown["seed"], shown["optimizer"]["num_train_epochs"], shown["objective"]["name"]) == (7, 2, "ce")
     out = run("recipes", "validate", "pocket-dflash-ce", "smollm2-dspark-bv")
     assert out.exit_code == 0
     assert out.stdout == "pocket-dflash-ce: valid\nsmollm2-dspark-bv: valid\n"

@@ -43,7 +43,7 @@ def test_two_processes_stop_go_on_and_end_like_one(tmp_path, monkeypatch):
     target = load_target("pocket")
     make_data("d", target, num=16)
     alone = Trainer(load_recipe("pocket-dflash-bv", SETTINGS), target, tmp_path / "one")
-    alone.run()
+    alone.train()
     assert alone.num_steps == 18
 
     begun = torchrun(tmp_path)

@@ -158,7 +158,7 @@ def test_a_packed_batch_trains_on_what_each_block_alone_would_see(kind, seed):
     (part,) = partition(chosen, 1, paths)
     features = OnlineFeatures(target, drafter.config.target_layers)
     batch = collate(part, paths, 4)
-    output = features(batch, [each.text for each in part])
+    output = features(batch)
     hidden = drafter(output.features, batch.anchor_tokens, batch.anchors, target)
     at_blocks = batch.at_blocks(output.hidden)
     block = 0

@@ -50,8 +50,8 @@ def test_a_cache_gives_what_the_target_gives(tmp_path, paths, dtype):
     plan = BatchSampler(paths, num_texts=5, num_anchors=15, num_proposals=3, seed=0)
     for step in range(plan.steps_per_epoch):
         (part,) = partition(plan.step(0, step), 1, paths)
-        batch, texts = collate(part, paths, 3), [each.text for each in part]
-        ours, theirs = cached(batch, texts), online(batch, texts)
+        batch = collate(part, paths, 3)
+        ours, theirs = cached(batch), online(batch)
         for span in batch.spans:
             at = (span.row, slice(span.start, span.end))
             near = {"atol": 0.1, "rtol": 0.1} if dtype == torch.bfloat16 else {}  # rounded by what lies side by side
@@ -135,7 +135,7 @@ def test_a_file_made_anew_takes_its_old_place(tmp_path, paths):
     (tmp_path / "features.json").write_text(json.dumps(index))
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
     (part,) = partition(BatchSampler(paths, num_texts=11, num_anchors=99, num_proposals=3, seed=0).step(0, 0), 1, paths)
-    batch, texts = collate(part, paths, 3), [each.text for each in part]
+    batch = collate(part, paths, 3)
     ours = CachedFeatures(tmp_path, target, paths, LAYERS)(batch, texts)
     theirs = OnlineFeatures(target, LAYERS)(batch, texts)
     for span in batch.spans:

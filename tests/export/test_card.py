@@ -38,7 +38,7 @@ def test_a_trained_drafters_card_says_what_was_done(run, tmp_path):
     assert f"| objective | {about['recipe']['objective']['name']} |" in text
     assert f"| steps | {facts.step} of {about['num_steps']} |" in text
     assert f"| fingerprint | {fingerprint(target())} |" in text
-    assert f"| revision | {about['git']} |" in text
+    assert f"| revision | {about['provenance']['git']} |" in text
     assert "36 texts with" in text
     assert "at temperature 1.0, top-k 0, top-p 1.0" in text
     for rule in ("greedy", "token", "block"):

@@ -17,7 +17,7 @@ def of(name, assignments=(), **changes):
 def test_parameters_are_those_of_the_models():
     target = load_target("pocket")
     recipe = load_recipe("pocket-dspark-bv")
-    drafter = build_drafter(DrafterConfig.for_target("dspark", target, **recipe.drafter.changes()))
+    drafter = build_drafter(DrafterConfig.for_target("dspark", target, **recipe.drafter.config_options()))
     found = of("pocket-dspark-bv")
     assert found.drafter_parameters == sum(p.numel() for p in drafter.parameters())
     assert found.target_parameters == sum(p.numel() for p in target.model.parameters())

@@ -259,7 +259,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_what_is_left(tmp_path,
 
 def test_what_a_run_began_with_cannot_change_but_how_it_runs_can(tmp_path, data):
     train(data, tmp_path / "run", "optimizer.max_steps=2")
-    with pytest.raises(RecipeError, match=r"holds a run of something else: recipe\.objective, recipe\.seed differ"):
+    with pytest.raises(RecipeError, match=r"holds a run of something else: recipe\.objective, recipe\.annealing, recipe\.seed differ"):
         train(data, tmp_path / "run", "optimizer.max_steps=2", "objective.name=ce", "seed=1")
     train(
         data,

@@ -10,8 +10,9 @@ each is read as if it were alone. A `Span` says where a text lies; positions
 count from the start of each text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,16 +25,26 @@ from blockdraft.drafters import Anchors
 from blockdraft.targets import Span
 from blockdraft.targets.attention import span_positions
 
-ORDER, ANCHORS = 1, 2
+AnchorChoice = Literal["uniform", "rounds", "mixed"]
+
+ORDER, ANCHORS, WALK = 1, 2, 4
 """Numbers of the random streams, so that one seed gives a separate stream for each purpose."""
+
+
+Walk = dict[int, NDArray[np.int64]]
+"""By text: positions where blocks start, counted from the first token of the response."""
 
 
 @dataclass(frozen=True)
 class TextAnchors:
-    """A text and the anchors taken from it, counted from its first token, in order."""
+    """A text and the anchors taken from it, counted from its first token, in order.
+
+    uniforms: a uniform number for each anchor, which decides where its round would end; None where anchors do not walk.
+    """
 
     text: int
     anchors: NDArray[np.int64]
+    uniforms: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class Batch:
     anchors: where the blocks stand.
     block_tokens: ``[A, B + 1]`` the anchor's token and the B that follow it; zeros where the response has ended.
     valid: ``[A, B]`` which of them exist: a prefix of each block.
+    uniforms: ``[A]`` of `TextAnchors`, where anchors walk.
     """
 
     tokens: Tensor
@@ -56,6 +68,7 @@ class Batch:
     anchors: Anchors
     block_tokens: Tensor
     valid: Tensor
+    uniforms: Tensor | None = None
 
     @property
     def anchor_tokens(self) -> Tensor:
@@ -81,7 +94,8 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """Return the same batch on another device."""
         anchors = Anchors(*(x.to(device) for x in (self.anchors.row, self.anchors.position, self.anchors.start)))
-        moved = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "block_tokens", "valid")}
+        names = ("tokens", "positions", "block_tokens", "valid", "uniforms")
+        moved = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
         return replace(self, anchors=anchors, **moved)
 
 
@@ -91,6 +105,11 @@ class BatchSampler:
     An epoch is a random order of all texts that have an anchor, cut into steps of
     ``num_texts``; the last step may have fewer. A step's anchors are drawn
     uniformly without replacement from all those of its texts, up to ``num_anchors``.
+
+    With ``anchors="rounds"`` that draw only decides how many blocks a text gets. Where they start, from the second
+    epoch on, is where rounds of decoding would: each anchor of a text moves on, from one visit to the next, by the
+    number of tokens that verification would have kept plus one (`walk`, docs/theory/rounds.md). With ``"mixed"``, half
+    of them do. The walk is part of a run's state; it does not depend on the number of processes.
     """
 
     def __init__(
@@ -102,6 +121,7 @@ class BatchSampler:
         num_proposals: int,
         seed: int,
         full_blocks: bool = False,
+        anchors: AnchorChoice = "uniform",
     ) -> None:
         """Sample batches from a data set.
 
@@ -112,11 +132,16 @@ class BatchSampler:
             num_proposals: B.
             seed: of all choices.
             full_blocks: leave out anchors with fewer than B tokens behind them.
+            anchors: where blocks start.
         """
         if min(num_texts, num_anchors, num_proposals) < 1:
             raise ValueError("num_texts, num_anchors and num_proposals must be at least 1")
         self.dataset, self.num_texts, self.num_anchors, self.seed = dataset, num_texts, num_anchors, seed
-        self.num_proposals = num_proposals
+        self.num_proposals, self.anchors = num_proposals, anchors
+        self.walk: Walk = {}
+        """Where the blocks of each text start in this epoch."""
+        self.next_walk: Walk = {}
+        """Where they start in the next one, as far as this epoch has been trained on."""
         behind = num_proposals if full_blocks else 1
         self.num_eligible = np.maximum(dataset.response_lengths - behind, 0)
         self.texts = np.flatnonzero(self.num_eligible)
@@ -142,10 +167,65 @@ class BatchSampler:
         drawn = np.sort(rng.choice(ends[-1], size=min(self.num_anchors, int(ends[-1])), replace=False))
         owner = np.searchsorted(ends, drawn, side="right")
         within = drawn - (ends - self.num_eligible[texts])[owner]
-        return [
-            TextAnchors(int(text), self.dataset.prompt_lengths[text] + within[owner == place])
-            for place, text in enumerate(texts)
-        ]
+        chosen = [(int(text), within[owner == place]) for place, text in enumerate(texts)]
+        if self.anchors == "uniform":
+            return [TextAnchors(text, self.dataset.prompt_lengths[text] + drawn) for text, drawn in chosen]
+        rng = np.random.default_rng([self.seed, WALK, epoch, step])
+        return [self._walked(text, drawn, rng) for text, drawn in chosen]
+
+    def _walked(self, text: int, drawn: NDArray[np.int64], rng: np.random.Generator) -> TextAnchors:
+        """Put the text's walking anchors in the place of as many that were drawn uniformly."""
+        walking = self.walk.get(text, drawn[:0])
+        wanted = len(drawn) if self.anchors == "rounds" else len(drawn) // 2
+        walking = rng.permutation(np.unique(walking))[:wanted]
+        others = rng.permutation(np.setdiff1d(drawn, walking))[: len(drawn) - len(walking)]
+        anchors = np.sort(np.concatenate([walking, others]))
+        return TextAnchors(text, self.dataset.prompt_lengths[text] + anchors, rng.random(len(anchors)))
+
+    def move_on(self, batch: Batch, survival: Tensor) -> None:
+        """Note where the next blocks of a batch's texts start, given how far this batch's blocks survive.
+
+        A round from anchor a keeps at least i tokens of the text with probability s_a(i) (``survival`` ``[A, B]``),
+        so with a uniform number u it keeps k = #{i : s_a(i) >= u}, and the next round starts at a + k + 1; one that
+        would start past the end starts at the first token of the response again.
+        """
+        assert batch.uniforms is not None
+        survival = torch.where(batch.valid, survival, 0.0)
+        kept = (survival >= batch.uniforms[:, None]).sum(-1)
+        ends = (batch.anchors.position - batch.anchors.start + kept + 1).cpu().numpy()
+        starts = batch.anchors.start.cpu().numpy()
+        for text, span in zip(batch.texts, batch.spans, strict=True):
+            next_starts = ends[starts == span.start] - self.dataset.prompt_lengths[text]
+            self.next_walk[text] = np.where(next_starts < self.num_eligible[text], next_starts, 0)
+
+    def finish_epoch(self) -> None:
+        """Let the next epoch start where this one's rounds would have ended."""
+        self.walk, self.next_walk = self.walk | self.next_walk, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep: where anchors walk."""
+        return {"walk": _flat(self.walk), "next_walk": _flat(self.next_walk)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict`."""
+        self.walk, self.next_walk = _unflat(state["walk"]), _unflat(state["next_walk"])
+
+
+def _flat(walk: Walk) -> dict[str, Tensor]:
+    """Return a walk as three tensors: texts, how many anchors each has, and the anchors end to end."""
+    texts = sorted(walk)
+    anchors = np.concatenate([walk[text] for text in texts]) if texts else np.zeros(0, np.int64)
+    counts = [len(walk[text]) for text in texts]
+    return {
+        "texts": torch.tensor(texts, dtype=torch.long),
+        "counts": torch.tensor(counts, dtype=torch.long),
+        "anchors": torch.from_numpy(anchors),
+    }
+
+
+def _unflat(state: Mapping[str, Tensor]) -> Walk:
+    parts = state["anchors"].split(state["counts"].tolist())
+    return {text: part.numpy() for text, part in zip(state["texts"].tolist(), parts, strict=True)}
 
 
 def partition(chosen: Sequence[TextAnchors], num_parts: int, dataset: TextDataset) -> list[list[TextAnchors]]:
@@ -201,4 +281,10 @@ def collate(chosen: Sequence[TextAnchors], dataset: TextDataset, num_proposals: 
         anchors=Anchors(row, position, start),
         block_tokens=block_tokens,
         valid=exists[:, 1:],
+        uniforms=_uniforms(chosen),
     )
+
+
+def _uniforms(chosen: Sequence[TextAnchors]) -> Tensor | None:
+    drawn = [each.uniforms for each in chosen if each.uniforms is not None]
+    return torch.from_numpy(np.concatenate(drawn)) if len(drawn) == len(chosen) else None

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from blockdraft.data.batches import AnchorChoice
 from blockdraft.drafters.config import DrafterKind, MarkovKind
 from blockdraft.errors import BlockdraftError
 from blockdraft.losses import Objective, objective
@@ -105,12 +106,19 @@ class BatchSection(Section):
     num_texts: int = Field(32, ge=1, description="texts per step, over all processes; a text is one assistant turn")
     num_anchors: int = Field(16_384, ge=1, description="blocks per step at most, over all processes")
     gradient_accumulation_steps: int = Field(1, ge=1, description="backward passes that share one step")
+    anchors: AnchorChoice = Field(
+        "uniform",
+        description="where blocks start: uniform positions, rounds (where decoding's rounds would start), or mixed",
+    )
     full_blocks: bool = Field(False, description="leave out anchors with fewer than num_proposals tokens after them")
 
 
 class OptimizerSection(Section):
     """The optimizer, with a linear warm-up over a share of the steps, then a cosine to zero."""
 
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw (the paper's), or muon for matrices with AdamW for the rest"
+    )
     learning_rate: float = Field(6e-4, gt=0, description="the largest learning rate")
     warmup_ratio: float = Field(0.04, ge=0, le=1, description="share of the steps with a rising learning rate")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")

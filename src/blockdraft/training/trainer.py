@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from blockdraft.targets import Target, fingerprint
 from blockdraft.training.initialization import new_drafter
 from blockdraft.training.loader import PrefetchingLoader
 from blockdraft.training.measuring import DecodedPrompts, HeldOutBlocks, summary
-from blockdraft.training.optimizers import learning_rate_at, make_optimizer
+from blockdraft.training.optimizers import learning_rate_at, make_optimizers
 from blockdraft.training.step import TrainingStep
 from blockdraft.training.trackers import MetricsLog, check_trackers
 from blockdraft.verification import RULES
@@ -86,6 +86,7 @@ class Trainer:
         self.sampler = BatchSampler(
             training, num_texts=recipe.batch.num_texts, num_anchors=recipe.batch.num_anchors,
             num_proposals=self.config.num_proposals, seed=recipe.seed, full_blocks=recipe.batch.full_blocks,
+            anchors=recipe.batch.anchors,
         )  # fmt: skip
         all_steps = recipe.optimizer.num_train_epochs * self.sampler.steps_per_epoch
         self.num_steps = min(all_steps, recipe.optimizer.max_steps or all_steps)
@@ -132,12 +133,15 @@ class Trainer:
             log.write({"step": 0} | measured)
         self.drafter.train()
         started, first = time.perf_counter(), self.step
-        for batches in self.loader.steps(self.step, self.num_steps):
+        for batches in self._steps():
             metrics = self.take_step(batches)
             seconds = time.perf_counter() - started
             metrics["steps_per_second"] = (self.step - first) / seconds
             metrics["waiting_for_data"] = self.loader.seconds_waited / seconds
             epoch_end, last = self.step % per_epoch == 0, self.step == self.num_steps
+            if epoch_end:
+                self._exchange_walk()
+                self.sampler.finish_epoch()
             length: float | None = None
             if epoch_end or last or (logging.eval_steps and self.step % logging.eval_steps == 0):
                 measured = self.evaluate()
@@ -155,6 +159,22 @@ class Trainer:
                 )
         return measured
 
+    def _steps(self) -> Iterator[list[Batch]]:
+        """Yield the batches of the steps that are left.
+
+        Where anchors walk, an epoch starts where the last one's rounds ended: nothing is prefetched beyond its end.
+        """
+        per_epoch, walking = self.sampler.steps_per_epoch, self.sampler.anchors != "uniform"
+        while self.step < self.num_steps:
+            end = (self.step // per_epoch + 1) * per_epoch if walking else self.num_steps
+            yield from self.loader.steps(self.step, min(end, self.num_steps))
+
+    def _exchange_walk(self) -> None:
+        """Let every process know where the anchors of all texts walked to."""
+        if self.sampler.anchors != "uniform":
+            for found in self.distributed.all_gather(self.sampler.next_walk):
+                self.sampler.next_walk |= found
+
     def take_step(self, batches: list[Batch]) -> dict[str, Any]:
         """Take one optimizer step over this process's share of the global batch."""
         distributed, options = self.distributed, self.recipe.optimizer
@@ -162,14 +182,17 @@ class Trainer:
         if self.annealing is not None:
             beta = self.annealing.beta_at(self.step)
             objective = dataclasses.replace(objective, beta=beta)  # type: ignore[call-arg]
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         sums = torch.zeros(6, dtype=torch.float64, device=distributed.device)
         for number, batch in enumerate(batches):
             batch = batch.to(distributed.device)
             output = self.features(batch)
             with distributed.accumulating(self.module, last=number == len(batches) - 1):
-                numerator, denominator, stats = self.module(batch, output, objective)
+                numerator, denominator, stats, survival = self.module(batch, output, objective)
                 numerator.backward()
+            if batch.uniforms is not None:
+                self.sampler.move_on(batch, survival)
             lengths = [getattr(stats, rule).sum() for rule in RULES]
             sums += torch.stack([numerator.detach(), denominator, stats.num_blocks, *lengths]).double()
         totals = distributed.all_reduce(sums)
@@ -183,9 +206,10 @@ class Trainer:
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         self._refuse_non_finite(loss, grad_norm)
         rate = learning_rate_at(self.step, self.num_steps, options)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
         self.step += 1
         metrics = {
             "step": self.step, "epoch": self.step / self.sampler.steps_per_epoch, "loss": loss, "learning_rate": rate,
@@ -210,12 +234,13 @@ class Trainer:
                 texts, if they were. Without held-out texts the last checkpoint is the best.
         """
         tensors: dict[str, Any] = dict(get_model_state_dict(self.drafter, options=FULL_STATE))
-        optimizer = get_optimizer_state_dict(self.drafter, self.optimizer, options=FULL_STATE)
+        optimizer = get_optimizer_state_dict(self.drafter, self.optimizers, options=FULL_STATE)
         if self.heldout is None or (length is not None and length > self.best_length):
             self.best_step, self.best_length = self.step, length or 0.0
+        self._exchange_walk()
         if self.distributed.is_main:
             state = {
-                "optimizer": optimizer, "random": torch.get_rng_state(),
+                "optimizer": optimizer, "random": torch.get_rng_state(), "sampler": self.sampler.state_dict(),
                 "best_step": self.best_step, "best_length": self.best_length,
             }  # fmt: skip
             self.run.save_checkpoint(
@@ -269,7 +294,7 @@ class Trainer:
             for layer in self.target.model.model.layers:
                 shard(layer, [])
         self.module = self.distributed.wrap(self.step_module, runtime.parallel, layers)
-        self.optimizer = make_optimizer(self.drafter, self.recipe.optimizer)
+        self.optimizers = make_optimizers(self.drafter, self.recipe.optimizer)
 
     def _open_run(self, folder: Path, info: RunInfo) -> Run:
         """Load the last checkpoint of a run that is there, or write down what this one is."""
@@ -294,8 +319,9 @@ class Trainer:
         whole = StateDictOptions(full_state_dict=True)
         tensors: dict[str, Any] = dict(load_file(folder / "model.safetensors"))
         set_model_state_dict(self.drafter, tensors, options=whole)
-        set_optimizer_state_dict(self.drafter, self.optimizer, state["optimizer"], options=whole)
+        set_optimizer_state_dict(self.drafter, self.optimizers, state["optimizer"], options=whole)
         torch.set_rng_state(state["random"])
+        self.sampler.load_state_dict(state["sampler"])
         self.step, self.best_step, self.best_length = state["step"], state["best_step"], state["best_length"]
 
     def _kept_steps(self) -> frozenset[int]:
