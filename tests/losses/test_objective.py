@@ -19,7 +19,7 @@ from blockdraft.losses import (
     register,
 )
 
-from batches import batch
+from batches import IDS, OBJECTIVES, batch
 
 
 def test_the_papers_six_are_known():
@@ -59,6 +59,29 @@ def test_the_papers_settings_per_drafter():
     assert objective("bv", drafter="dflash").ramp_floor == 1e-6
     assert objective("bv", drafter="dspark").ramp_floor is None
     assert objective("bv", drafter="dflash", ramp_floor=None).ramp_floor is None
+
+
+def test_an_objective_describes_itself_completely():
+    described = objective("bv", drafter="dflash", beta=0.25).describe()
+    assert described == {
+        "name": "bv",
+        "temperature": 1.0,
+        "form": "log",
+        "estimator": "integrated",
+        "beta": 0.25,
+        "summand_floor": -80.0,
+        "length_floor": 1e-6,
+        "ramp_floor": 1e-6,
+    }
+
+
+@pytest.mark.parametrize(("name", "options"), OBJECTIVES, ids=IDS)
+def test_an_objective_is_made_again_from_its_description(name, options):
+    made = objective(name, drafter="dspark", temperature=0.7, **options)
+    described = made.describe()
+    assert described["name"] == name
+    assert described["temperature"] == 0.7
+    assert objective(**described) == made
 
 
 def test_annealing_is_the_papers_by_default():

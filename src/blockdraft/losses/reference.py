@@ -1,4 +1,4 @@
-"""Slow reference of every objective, from the paper's definitions: scalars, loops, float64.
+"""This module restates every objective from its definition, slowly: scalars, loops, float64.
 
 Nothing here shares code with the fast path. Gradients come from autograd
 through the scalar arithmetic. At ties the conventions are the paper's: the
@@ -27,7 +27,7 @@ def reference_loss(
     length_floor: float | None = 1e-6,
     ramp_floor: float | None = None,
 ) -> Tensor:
-    """The loss of ``objective(name, ...)`` on ``[N, B, V]`` logits."""
+    """Return the loss of ``objective(name, ...)`` on ``[N, B, V]`` logits."""
     numerator, denominator = draft_logits.new_zeros(()), 0.0
     for n in range(draft_logits.shape[0]):
         length = draft_logits.shape[1] if valid is None else int(valid[n].sum())
@@ -61,7 +61,7 @@ def reference_loss(
 
 
 def token_loss(name: str, p: list[Tensor], q: list[Tensor], y: int) -> Tensor:
-    """One position of a tokenwise objective."""
+    """Return the loss of one position of a tokenwise objective."""
     vocab = range(len(p))
     if name == "ce":
         return -torch.log(q[y])
@@ -77,7 +77,7 @@ def token_loss(name: str, p: list[Tensor], q: list[Tensor], y: int) -> Tensor:
 
 
 def reference_scores(p: list[list[Tensor]], q: list[list[Tensor]], y: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """a~_i and abar_i along one block."""
+    """Return the scores a~_i and abar_i along one block."""
     one = torch.ones_like(q[0][0])
     r, lowest = one, one
     sampled, integrated = [], []
@@ -92,7 +92,7 @@ def reference_scores(p: list[list[Tensor]], q: list[list[Tensor]], y: list[int])
 def _block_log(
     scores: list[Tensor], beta: float, summand_floor: float | None, length_floor: float | None, ramp_floor: float | None
 ) -> Tensor:
-    """-log of the power mean of the scores, with the floors of the paper."""
+    """Return -log of the power mean of the scores, with the floors of the paper."""
     if beta == 1:
         kept = [
             s if summand_floor is None or s > math.exp(summand_floor) else _constant(s, math.exp(summand_floor))

@@ -1,6 +1,6 @@
-"""BV: the block verification-aware objective, in every form of the paper.
+"""This module holds BV, the block verification-aware objective, in every form of the paper.
 
-Scores along a target-generated block (see `blockdraft.losses.blocks`): sampled
+Scores along a target-generated block (see `blockdraft.losses.scores`): sampled
 a~_i, or vocabulary-integrated abar_i. Both average to Pr(tau >= i) under block
 verification, so their sum is an unbiased estimate of the accepted length. For
 a block of L valid positions:
@@ -18,17 +18,17 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from blockdraft.losses.blocks import Blocks, finite_log
 from blockdraft.losses.objective import Objective, differentiate, register
+from blockdraft.losses.scores import Blocks, finite_log
 
-Form = Literal["linear", "log", "population"]
-Estimator = Literal["integrated", "sampled"]
+BVForm = Literal["linear", "log", "population"]
+BVEstimator = Literal["integrated", "sampled"]
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class BV(Objective):
-    """Block verification-aware loss.
+    """BV is the block verification-aware loss.
 
     form: ``"log"`` (the paper's runs), ``"linear"`` or ``"population"``.
     estimator: ``"integrated"`` (the paper's runs) or ``"sampled"``.
@@ -44,8 +44,8 @@ class BV(Objective):
 
     name: ClassVar[str] = "bv"
 
-    form: Form = "log"
-    estimator: Estimator = "integrated"
+    form: BVForm = "log"
+    estimator: BVEstimator = "integrated"
     beta: float = 1.0
     summand_floor: float | None = -80.0
     length_floor: float | None = 1e-6
@@ -54,8 +54,8 @@ class BV(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field, value, allowed in (
-            ("form", self.form, get_args(Form)),
-            ("estimator", self.estimator, get_args(Estimator)),
+            ("form", self.form, get_args(BVForm)),
+            ("estimator", self.estimator, get_args(BVEstimator)),
         ):
             if value not in allowed:
                 raise ValueError(f"bv: {field} must be one of {', '.join(allowed)}, got {value!r}")
@@ -87,7 +87,7 @@ class BV(Objective):
         return torch.where(denominator > 0, -1 / numerator.clamp(min=torch.finfo(numerator.dtype).tiny), 0)
 
     def _block_log(self, log_scores: Tensor, blocks: Blocks) -> Tensor:
-        """log L - log sum_i score_i."""
+        """Return log L - log sum_i score_i."""
         if self.summand_floor is not None:
             log_scores = log_scores.clamp(min=self.summand_floor)
         log_length = torch.where(blocks.valid, log_scores, -math.inf).logsumexp(-1)
@@ -96,9 +96,9 @@ class BV(Objective):
         return torch.where(blocks.num_valid > 0, blocks.num_valid.clamp(min=1).log() - log_length, 0)
 
     def _annealed(self, log_scores: Tensor, blocks: Blocks) -> Tensor:
-        """-log of the power mean of exponent beta.
+        """Return -log of the power mean of exponent beta.
 
-        Written about the largest log score m, -m - log1p(mean expm1(beta (x - m))) / beta,
+        It is written about the largest log score m, -m - log1p(mean expm1(beta (x - m))) / beta,
         which loses no digits as beta goes to 0. Its gradient is that of
         eq. annealing_gradient: power weights times the gradients of -log score.
         """
@@ -120,7 +120,7 @@ def block_scores(
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """log a~_i and log abar_i, ``[N, B]`` each, differentiable in the draft logits.
+    """Return log a~_i and log abar_i, ``[N, B]`` each, differentiable in the draft logits.
 
     Invalid positions hold 0 and pass no gradient.
     """
