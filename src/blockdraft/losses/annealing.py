@@ -1,9 +1,8 @@
 """This module holds the schedule of beta, apart from any trainer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from blockdraft.losses.bv import BV
 from blockdraft.losses.objective import Objective
 
 
@@ -47,10 +46,16 @@ class Annealing:
         self.step += 1
 
     def apply(self, objective: Objective) -> Objective:
-        """Return the objective at the present beta; one without a log form is returned as it is."""
-        if isinstance(objective, BV) and objective.form == "log":
-            return replace(objective, beta=self.beta)
-        return objective
+        """Return the objective at the present beta, if it has one.
+
+        Every objective with a field ``beta`` takes it, unless it also has a ``form`` and that is not ``"log"``;
+        any other is returned as it is.
+        """
+        has_beta = any(field.name == "beta" for field in fields(objective))
+        if not has_beta or getattr(objective, "form", "log") != "log":
+            return objective
+        changed: dict[str, Any] = {"beta": self.beta}
+        return replace(objective, **changed)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must keep."""

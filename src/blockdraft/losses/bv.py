@@ -1,9 +1,11 @@
-"""This module holds BV, the block verification-aware objective, in every form of the paper.
+"""This module holds BV, the block verification-aware objective, and its counterpart for token verification.
 
-Scores along a target-generated block (see `blockdraft.losses.scores`): sampled
-a~_i, or vocabulary-integrated abar_i. Both average to Pr(tau >= i) under block
-verification, so their sum is an unbiased estimate of the accepted length. For
-a block of L valid positions:
+Both are made of one score per prefix of a target-generated block (see
+`blockdraft.losses.scores`), whose expectation is the chance Pr(tau >= i) that
+verification keeps i tokens or more: sampled a~_i or vocabulary-integrated
+abar_i for block verification, and their counterpart for token verification.
+Their sum is an unbiased estimate of the accepted length. For a block of L
+valid positions:
 
     linear       1 - (1/L) sum_i score_i                           (eq. linear_bv_train)
     log          log L - log sum_i score_i, averaged over blocks   (eq. annealing at beta = 1)
@@ -12,6 +14,7 @@ a block of L valid positions:
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -25,13 +28,11 @@ BVForm = Literal["linear", "log", "population"]
 BVEstimator = Literal["integrated", "sampled"]
 
 
-@register
 @dataclass(frozen=True, kw_only=True)
-class BV(Objective):
-    """BV is the block verification-aware loss.
+class PrefixObjective(Objective):
+    """A PrefixObjective turns one score per prefix of a block into a loss.
 
     form: ``"log"`` (the paper's runs), ``"linear"`` or ``"population"``.
-    estimator: ``"integrated"`` (the paper's runs) or ``"sampled"``.
     beta: exponent of the power mean in the log form, 0 <= beta <= 1; see `Annealing`.
     summand_floor: lower bound of each log score when beta = 1, or None.
     length_floor: lower bound of a block's summed score in the log form when beta = 1, or None.
@@ -42,10 +43,7 @@ class BV(Objective):
     scores of a long block are far below 1e-6, so the ramp floor is off unless asked for.
     """
 
-    name: ClassVar[str] = "bv"
-
     form: BVForm = "log"
-    estimator: BVEstimator = "integrated"
     beta: float = 1.0
     summand_floor: float | None = -80.0
     length_floor: float | None = 1e-6
@@ -53,22 +51,18 @@ class BV(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, value, allowed in (
-            ("form", self.form, get_args(BVForm)),
-            ("estimator", self.estimator, get_args(BVEstimator)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"bv: {field} must be one of {', '.join(allowed)}, got {value!r}")
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"bv: beta must lie in [0, 1], got {self.beta}")
-        if self.form != "log" and self.beta != 1:
-            raise ValueError(f"bv: beta belongs to the log form, not to {self.form!r}")
+        check_choice(self.name, "form", self.form, get_args(BVForm))
+        check_beta(self.name, self.form, self.beta)
         for field, floor in (("length_floor", self.length_floor), ("ramp_floor", self.ramp_floor)):
             if floor is not None and not floor > 0:
-                raise ValueError(f"bv: {field} must be positive, or None for no floor, got {floor}")
+                raise ValueError(f"{self.name}: {field} must be positive, or None for no floor, got {floor}")
+
+    @abstractmethod
+    def log_scores(self, blocks: Blocks) -> Tensor:
+        """Return the log of every prefix's score, ``[N, B]``."""
 
     def sums(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        log_scores = blocks.log_integrated if self.estimator == "integrated" else blocks.log_sampled
+        log_scores = self.log_scores(blocks)
         if self.form == "log":
             any_valid = (blocks.num_valid > 0).to(log_scores.dtype)
             per_block = self._block_log(log_scores, blocks) if self.beta == 1 else self._annealed(log_scores, blocks)
@@ -110,6 +104,59 @@ class BV(Objective):
         largest = largest.clamp(min=torch.finfo(largest.dtype).min)
         power = torch.expm1(self.beta * torch.where(blocks.valid, log_scores - largest, 0))
         return -(largest.squeeze(-1) + torch.log1p(blocks.mean_over_valid(power)) / self.beta)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class BV(PrefixObjective):
+    """BV is the block verification-aware loss (Kim et al., *BV Loss*).
+
+    estimator: ``"integrated"`` scores abar_i (the paper's runs) or ``"sampled"`` ones, a~_i.
+
+    Every position of a block weighs the same; the prefix scores themselves make early positions matter more.
+    """
+
+    name: ClassVar[str] = "bv"
+
+    estimator: BVEstimator = "integrated"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self.name, "estimator", self.estimator, get_args(BVEstimator))
+
+    def log_scores(self, blocks: Blocks) -> Tensor:
+        return blocks.log_integrated if self.estimator == "integrated" else blocks.log_sampled
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class TokenBV(PrefixObjective):
+    """TokenBV is BV with the scores of token verification, for drafters that will be served with it.
+
+        score_i = prod_{j<i} min(1, q_j(y_j)/p_j(y_j)) * sum_v min(p_i, q_i)
+
+    Over target paths it averages to the chance that token verification keeps i tokens or more. It is this
+    project's own; no position weights.
+    """
+
+    name: ClassVar[str] = "token-bv"
+
+    def log_scores(self, blocks: Blocks) -> Tensor:
+        return blocks.log_token
+
+
+def check_choice(objective: str, option: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse an option that is none of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{objective}: {option} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_beta(objective: str, form: str, beta: float) -> None:
+    """Refuse a beta outside [0, 1], or beside another form than the log."""
+    if not 0 <= beta <= 1:
+        raise ValueError(f"{objective}: beta must lie in [0, 1], got {beta}")
+    if form != "log" and beta != 1:
+        raise ValueError(f"{objective}: beta belongs to the log form, not to {form!r}")
 
 
 def block_scores(

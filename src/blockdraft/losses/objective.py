@@ -161,7 +161,7 @@ PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def objective(name: str, *, drafter: str | None = None, **options: Any) -> Objective:
-    """Make an objective by name: ``ce kl rkl tv lk bv``, or one that `register` added.
+    """Make an objective by name: ``ce kl rkl tv lk bv``, a rival (see `objective_names`), or one that `register` added.
 
     Args:
         name: see `objective_names`.

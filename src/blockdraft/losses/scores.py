@@ -125,7 +125,8 @@ class Blocks:
 
         This is the unbiased counterpart of abar_i for token verification.
         """
-        kept = (self.log_q - self.log_p).clamp(max=0).cumsum(-1)
+        log_ratio = self.log_q - self.log_p
+        kept = torch.where(log_ratio < 0, log_ratio, 0).cumsum(-1)  # at a tie no gradient, as in `active_prefix`
         return _before(kept) + finite_log(self.overlap)
 
     def mean_over_valid(self, values: Tensor) -> Tensor:
