@@ -1,4 +1,4 @@
-"""The one vocabulary-sized primitive of block verification.
+"""This module holds the one vocabulary-sized primitive of block verification.
 
     S(s; p, q) = sum_v min(s p(v), q(v))
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def overlap(scale: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """S(s; p, q) = sum_v min(s p(v), q(v)), differentiable in all three.
+    """Return S(s; p, q) = sum_v min(s p(v), q(v)), differentiable in all three.
 
     Args:
         scale: s, ``[...]``, nonnegative.
@@ -33,11 +33,11 @@ def overlap(scale: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 Scratch = tuple[Tensor, Tensor]
-"""Two tensors of the shape and dtype of q that a function may write to, so that it allocates none of that size."""
+"""A Scratch is two tensors like q that a function may write to, so that it allocates none of that size."""
 
 
 def overlap_and_slope(scale: Tensor, p: Tensor, q: Tensor, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
-    """S(s; p, q) and dS/ds = sum of p(v) over the v with s p(v) <= q(v), both ``[...]``."""
+    """Return S(s; p, q) and dS/ds = sum of p(v) over the v with s p(v) <= q(v), both ``[...]``."""
     scaled, below = _scaled_and_below(scale, p, q, scratch)
     mass_below = below.sum(-1)
     value = torch.minimum(scaled, q, out=scaled).sum(-1)
@@ -46,7 +46,7 @@ def overlap_and_slope(scale: Tensor, p: Tensor, q: Tensor, scratch: Scratch | No
 
 
 def overlap_logit_gradient(scale: Tensor, p: Tensor, q: Tensor, scratch: Scratch | None = None) -> Tensor:
-    """dS/dz for draft logits z with q = softmax(z), ``[..., V]``.
+    """Return dS/dz for draft logits z with q = softmax(z), ``[..., V]``.
 
     dS/dz_v = q_v (1[q_v < s p_v] - sum over {u : q_u < s p_u} of q_u)
     """
@@ -55,7 +55,7 @@ def overlap_logit_gradient(scale: Tensor, p: Tensor, q: Tensor, scratch: Scratch
 
 
 def _scaled_and_below(scale: Tensor, p: Tensor, q: Tensor, scratch: Scratch | None) -> Scratch:
-    """s p, and q where q < s p, else 0.
+    """Return s p, and q where q < s p, else 0.
 
     The backward of a threshold is that very select, several times faster than `torch.where` on a CPU.
     """

@@ -23,7 +23,21 @@ OBJECTIVES = [
     ("bv", {"beta": 0.0, "ramp_floor": 1e-2}),
     ("bv", {"summand_floor": -2.0, "length_floor": 0.5}),
     ("bv", {"summand_floor": None, "length_floor": None}),
+    ("token-bv", {"form": "linear"}),
+    ("token-bv", {"form": "population"}),
+    ("token-bv", {}),
+    ("token-bv", {"beta": 0.37, "ramp_floor": 1e-2}),
+    ("token-bv", {"beta": 0.0}),
+    ("e2e-tv", {}),
+    ("lk-hybrid", {"decay": 2.0}),
+    ("dspark", {"eta": 4.0}),
+    ("dspark", {"ce_weight": 0.5, "l1_weight": 0.2}),
+    ("dpace", {}),
+    ("dpace", {"mix": 0.1}),
 ]
+
+STOPS_GRADIENTS = {"lk-hybrid", "dpace"}
+"""Objectives with factors held fixed in the gradient, which finite differences cannot know of."""
 
 IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in options.items())}" for name, options in OBJECTIVES]
 

@@ -19,11 +19,12 @@ from blockdraft.losses import (
     register,
 )
 
-from batches import batch
+from batches import IDS, OBJECTIVES, batch
 
 
-def test_the_papers_six_are_known():
-    assert {"ce", "kl", "rkl", "tv", "lk", "bv"} <= set(objective_names())
+def test_the_papers_six_and_their_rivals_are_known():
+    rivals = {"dpace", "dspark", "e2e-tv", "lk-hybrid", "token-bv"}
+    assert {"ce", "kl", "rkl", "tv", "lk", "bv"} | rivals <= set(objective_names())
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,12 @@ def test_the_papers_six_are_known():
         (lambda: objective("bv", beta=1.5), r"beta must lie in \[0, 1\]"),
         (lambda: objective("bv", form="linear", beta=0.5), "beta belongs to the log form"),
         (lambda: objective("ce", eta=0.0), "eta must be positive"),
+        (lambda: objective("token-bv", form="exp"), "token-bv: form must be one of"),
+        (lambda: objective("token-bv", estimator="sampled"), "unknown option of objective 'token-bv' 'estimator'"),
+        (lambda: objective("dpace", mix=1.5), r"mix must lie in \[0, 1\]"),
+        (lambda: objective("lk-hybrid", decay=-1.0), "decay must not be negative"),
+        (lambda: objective("dspark", ce_weight=-0.1), "must not be negative"),
+        (lambda: objective("dspark", ce_weight=0.0, l1_weight=0.0), "one of them must be positive"),
         (lambda: objective("bv", length_floor=0.0), "length_floor must be positive, or None"),
         (lambda: objective("bv", ramp_floor=-1.0), "ramp_floor must be positive, or None"),
         (lambda: block_statistics(*batch().arguments()).retention("blok"), "unknown verification rule 'blok'"),
@@ -61,6 +68,29 @@ def test_the_papers_settings_per_drafter():
     assert objective("bv", drafter="dflash", ramp_floor=None).ramp_floor is None
 
 
+def test_an_objective_describes_itself_completely():
+    described = objective("bv", drafter="dflash", beta=0.25).describe()
+    assert described == {
+        "name": "bv",
+        "temperature": 1.0,
+        "form": "log",
+        "estimator": "integrated",
+        "beta": 0.25,
+        "summand_floor": -80.0,
+        "length_floor": 1e-6,
+        "ramp_floor": 1e-6,
+    }
+
+
+@pytest.mark.parametrize(("name", "options"), OBJECTIVES, ids=IDS)
+def test_an_objective_is_made_again_from_its_description(name, options):
+    made = objective(name, drafter="dspark", temperature=0.7, **options)
+    described = made.describe()
+    assert described["name"] == name
+    assert described["temperature"] == 0.7
+    assert objective(**described) == made
+
+
 def test_annealing_is_the_papers_by_default():
     schedule = Annealing(num_steps=12)
     betas = []
@@ -80,11 +110,12 @@ def test_annealing_resumes():
     assert resumed.beta == schedule.beta == pytest.approx(0.8 * 5 / 12)
 
 
-def test_annealing_applies_to_log_bv_alone():
+def test_annealing_applies_to_every_log_form_with_a_beta():
     schedule = Annealing(num_steps=4, step=1)
-    assert schedule.apply(objective("bv")).beta == pytest.approx(0.5)
+    for name in ("bv", "token-bv"):
+        assert schedule.apply(objective(name)).beta == pytest.approx(0.5)
     assert Annealing(num_steps=4, share=0.0).apply(objective("bv", beta=0.2)).beta == 1.0
-    for other in (objective("ce"), objective("bv", form="linear")):
+    for other in (objective("ce"), objective("bv", form="linear"), objective("token-bv", form="population")):
         assert schedule.apply(other) is other
 
 

@@ -1,15 +1,14 @@
-"""The schedule of beta, apart from any trainer."""
+"""This module holds the schedule of beta, apart from any trainer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from blockdraft.losses.block import BV
 from blockdraft.losses.objective import Objective
 
 
 @dataclass
 class Annealing:
-    """beta rises linearly from ``initial`` to ``final`` over the first ``share`` of training, then stays.
+    """Annealing raises beta linearly from ``initial`` to ``final`` over the first ``share`` of training, then keeps it.
 
     The paper's runs take ``share = 0.5`` (three of six epochs) from 0 to 1.
 
@@ -31,7 +30,7 @@ class Annealing:
             raise ValueError(f"beta must stay in [0, 1]: from {self.initial} to {self.final}")
 
     def beta_at(self, step: int) -> float:
-        """beta for the optimizer step of this index, counted from 0."""
+        """Return beta for the optimizer step of this index, counted from 0."""
         ramp = self.share * self.num_steps
         if step >= ramp:
             return self.final
@@ -39,7 +38,7 @@ class Annealing:
 
     @property
     def beta(self) -> float:
-        """beta for the step about to be taken."""
+        """Give beta for the step about to be taken."""
         return self.beta_at(self.step)
 
     def advance(self) -> None:
@@ -47,13 +46,19 @@ class Annealing:
         self.step += 1
 
     def apply(self, objective: Objective) -> Objective:
-        """The objective at the present beta; any other than log-form BV is returned as it is."""
-        if isinstance(objective, BV) and objective.form == "log":
-            return replace(objective, beta=self.beta)
-        return objective
+        """Return the objective at the present beta, if it has one.
+
+        Every objective with a field ``beta`` takes it, unless it also has a ``form`` and that is not ``"log"``;
+        any other is returned as it is.
+        """
+        has_beta = any(field.name == "beta" for field in fields(objective))
+        if not has_beta or getattr(objective, "form", "log") != "log":
+            return objective
+        changed: dict[str, Any] = {"beta": self.beta}
+        return replace(objective, **changed)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep."""
+        """Return what a checkpoint must keep."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""Head product and objective together: no ``[N*B, V]`` tensor, gradients ready after the forward pass.
+"""This module fuses the head product with an objective: no ``[N*B, V]`` tensor is made.
 
 Logits are made for a few whole blocks at a time, in two buffers that every
 chunk reuses. The gradient of a chunk's logits takes the place of its draft
 log-probabilities and is at once multiplied back onto the hidden states and,
-where they train, the head and the Markov factors.
+where they train, the head and the Markov factors. Gradients are ready after the forward pass.
 """
 
 import functools
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.losses.blocks import Blocks, check_labels
-from blockdraft.losses.objective import Objective, Value
+from blockdraft.losses.objective import Objective, ObjectiveValue
 from blockdraft.losses.rows import computing_dtype
+from blockdraft.losses.scores import Blocks, check_labels
 from blockdraft.losses.statistics import BlockStatistics, measure
 
 CHUNK_BYTES = 2**27
-"""Size that one buffer of logits is kept below, unless a single block is larger."""
+"""One buffer of logits is kept below this size, unless a single block is larger."""
 
 
 def fused_linear_objective(
@@ -35,8 +35,8 @@ def fused_linear_objective(
     chunk_blocks: int | None = None,
     *,
     stats: bool = True,
-) -> Value:
-    """``objective`` on the logits ``draft_hidden @ draft_head.T`` and ``target_hidden @ target_head.T``.
+) -> ObjectiveValue:
+    """Evaluate ``objective`` on the logits ``draft_hidden @ draft_head.T`` and ``target_hidden @ target_head.T``.
 
     Args:
         objective: any objective of this package.
@@ -52,7 +52,7 @@ def fused_linear_objective(
             objective that needs no target (CE) takes None for the target's two arguments.
 
     Returns:
-        A `Value`; ``numerator`` and ``loss`` carry gradients, ``per_block`` does not.
+        An `ObjectiveValue`; ``numerator`` and ``loss`` carry gradients, ``per_block`` does not.
     """
     _check(draft_hidden, draft_head, labels, "draft")
     if objective.needs_target or stats:
@@ -82,7 +82,7 @@ def fused_linear_objective(
 
 @dataclass
 class _Batch:
-    """What the pass needs beside the tensors that train; it leaves its statistics here."""
+    """_Batch holds what the pass needs beside the tensors that train; the pass leaves its statistics here."""
 
     objective: Objective
     target_hidden: Tensor | None
@@ -95,7 +95,7 @@ class _Batch:
     statistics: BlockStatistics | None = None
 
     def chunks(self, vocab_size: int, itemsize: int) -> list[slice]:
-        """Slices of whole blocks, as equal as they can be."""
+        """Return slices of whole blocks, as equal as they can be."""
         num_blocks, block_size = self.labels.shape
         limit = self.chunk_blocks or max(1, CHUNK_BYTES // max(1, block_size * vocab_size * itemsize))
         num_chunks = -(-num_blocks // limit)
@@ -154,9 +154,10 @@ class _FusedLinear(torch.autograd.Function):
 
 
 class _Product:
-    """``logits = hidden @ head.T`` and the way back, a chunk of blocks at a time, gradients in the computing dtype.
+    """_Product computes ``logits = hidden @ head.T`` and its gradients, a chunk of blocks at a time.
 
     Hidden states at invalid positions are zeroed, so that nothing there reaches a head's gradient.
+    Gradients are summed in the computing dtype.
     """
 
     def __init__(
@@ -173,17 +174,17 @@ class _Product:
         self.head_gradient = torch.zeros_like(head, dtype=computing_dtype(head.dtype)) if head_trains else None
 
     def rows(self, chunk: slice) -> Tensor:
-        """``[n*B, H]`` in the head's dtype."""
+        """Return the chunk's hidden states, ``[n*B, H]`` in the head's dtype."""
         hidden = self.hidden[chunk]
         return hidden.reshape(-1, hidden.shape[-1]).to(self.head.dtype)
 
     def logits(self, chunk: slice, buffer: Tensor) -> Tensor:
-        """``[n*B, V]``, written into the buffer."""
+        """Write the chunk's logits ``[n*B, V]`` into the buffer and return them."""
         rows = self.rows(chunk)
         return torch.mm(rows, self.head.t(), out=buffer[: rows.shape[0]])
 
     def accumulate(self, gradient: Tensor, chunk: slice) -> None:
-        """Take in the gradient ``[n*B, V]`` of the chunk's logits."""
+        """Add the gradient ``[n*B, V]`` of the chunk's logits to those of hidden states and head."""
         if self.hidden_gradient is None and self.head_gradient is None:
             return
         gradient = gradient.to(self.head.dtype)
@@ -210,7 +211,7 @@ def _blocks(draft_logits: Tensor, target_logits: Tensor | None, batch: _Batch, c
 
 
 def _no_statistics(batch: _Batch, head: Tensor) -> BlockStatistics | None:
-    """The statistics of an empty batch, or None where none were asked for."""
+    """Return the statistics of an empty batch, or None where none were asked for."""
     if not batch.stats:
         return None
     empty = head.new_zeros(0, batch.labels.shape[1], head.shape[0])

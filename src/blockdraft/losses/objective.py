@@ -1,4 +1,4 @@
-"""What an objective is: two sums per block, and how sums become a loss."""
+"""This module says what an objective is: two sums per block, and how sums become a loss."""
 
 import difflib
 from abc import ABC, abstractmethod
@@ -9,13 +9,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from blockdraft.losses.blocks import Blocks
+from blockdraft.losses.scores import Blocks
 from blockdraft.losses.statistics import BlockStatistics
 
 
 @dataclass(frozen=True)
-class Value:
-    """An objective's value on a batch of N blocks.
+class ObjectiveValue:
+    """An ObjectiveValue is what an objective returns for a batch of N blocks.
 
     loss: scalar, ``objective.reduce(numerator, denominator)``.
     numerator, denominator: scalars, each additive over blocks, hence over chunks,
@@ -33,7 +33,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
-    """A training objective over blocks; a subclass names itself and implements `sums`.
+    """An Objective turns blocks into a loss; a subclass names itself and implements `sums`.
 
     temperature: of p and q alike, 1 in the paper.
     """
@@ -47,16 +47,24 @@ class Objective(ABC):
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
+    def describe(self) -> dict[str, Any]:
+        """Return the name and every option with its resolved value.
+
+        ``objective(**described)`` makes an equal objective, so a run that writes this down can be repeated
+        whatever the defaults of a later version are.
+        """
+        return {"name": self.name} | {field.name: getattr(self, field.name) for field in fields(self)}
+
     @abstractmethod
     def sums(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """``[N]`` numerators (with gradient) and ``[N]`` denominators (without) of the blocks."""
+        """Return the ``[N]`` numerators (with gradient) and ``[N]`` denominators (without) of the blocks."""
 
     def reduce(self, numerator: Tensor, denominator: Tensor) -> Tensor:
-        """The loss of summed numerators and denominators; 0 where the denominator is 0."""
+        """Return the loss of summed numerators and denominators, 0 where the denominator is 0."""
         return torch.where(denominator > 0, numerator / denominator.clamp(min=1e-30), 0)
 
     def gradient_scale(self, numerator: Tensor, denominator: Tensor) -> Tensor:
-        """The derivative of `reduce` by its numerator; 0 where the denominator is 0.
+        """Return the derivative of `reduce` by its numerator, 0 where the denominator is 0.
 
         With sums over all steps and processes, the gradient of the global loss is
         this number times the gradient of each local numerator.
@@ -66,8 +74,8 @@ class Objective(ABC):
 
     def __call__(
         self, draft_logits: Tensor, target_logits: Tensor | None, labels: Tensor, valid: Tensor | None = None
-    ) -> Value:
-        """The value on full logits.
+    ) -> ObjectiveValue:
+        """Evaluate the objective on full logits.
 
         Args:
             draft_logits, target_logits: ``[N, B, V]``, aligned to the same prediction positions.
@@ -85,23 +93,23 @@ class Objective(ABC):
         denominator: Tensor,
         total: Tensor | None = None,
         stats: BlockStatistics | None = None,
-    ) -> Value:
-        """Assemble a `Value` from the ``[N]`` sums of the blocks, and their total if that has a graph of its own."""
+    ) -> ObjectiveValue:
+        """Assemble the value from the ``[N]`` sums of the blocks, and their total if that has a graph of its own."""
         total = numerator.sum() if total is None else total
         weight = denominator.sum()
-        return Value(self.reduce(total, weight), total, weight, self.reduce(numerator, denominator), stats)
+        return ObjectiveValue(self.reduce(total, weight), total, weight, self.reduce(numerator, denominator), stats)
 
 
 def differentiate(
     compute: Callable[[Blocks], tuple[Tensor, ...]], draft_logits: Tensor, blocks: Blocks
 ) -> tuple[Tensor, ...]:
-    """``compute(blocks)`` as a differentiable function of the draft logits ``[N, B, V]``."""
+    """Return ``compute(blocks)`` as a differentiable function of the draft logits ``[N, B, V]``."""
     outputs: tuple[Tensor, ...] = _OfDraftLogits.apply(draft_logits, compute, blocks)
     return outputs
 
 
 class _OfDraftLogits(torch.autograd.Function):
-    """Joins the small graph over a `Blocks` to the graph of the draft logits."""
+    """_OfDraftLogits joins the small graph over a `Blocks` to the graph of the draft logits."""
 
     @staticmethod
     def forward(ctx: Any, draft_logits: Tensor, compute: Callable[[Blocks], tuple[Tensor, ...]], blocks: Blocks) -> Any:
@@ -129,7 +137,7 @@ T = TypeVar("T", bound=type[Objective])
 
 
 def register(cls: T) -> T:
-    """Class decorator: makes an objective known to `objective` by its ``name``, which must be new."""
+    """Make the decorated class known to `objective` by its ``name``, which must be new."""
     name = getattr(cls, "name", None)
     if not isinstance(name, str):
         raise ValueError(f"{cls.__name__} needs a class attribute `name`")
@@ -141,7 +149,7 @@ def register(cls: T) -> T:
 
 
 def objective_names() -> list[str]:
-    """Names that `objective` knows."""
+    """Return the names that `objective` knows."""
     return sorted(_REGISTRY)
 
 
@@ -149,11 +157,11 @@ PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "dflash": {"eta": 7.0, "ramp_floor": 1e-6},
     "dspark": {"eta": 4.0, "ramp_floor": None},
 }
-"""What the paper sets per drafter: the decay of the position weights, and the score floor of the ramp."""
+"""The paper sets these per drafter: the decay of the position weights, and the score floor of the ramp."""
 
 
 def objective(name: str, *, drafter: str | None = None, **options: Any) -> Objective:
-    """An objective by name: ``ce kl rkl tv lk bv``, or one that `register` added.
+    """Make an objective by name: ``ce kl rkl tv lk bv``, a rival (see `objective_names`), or one that `register` added.
 
     Args:
         name: see `objective_names`.

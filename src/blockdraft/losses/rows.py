@@ -1,4 +1,4 @@
-"""Sums over the vocabulary, and their gradients, with bounded temporaries.
+"""This module takes sums over the vocabulary, and their gradients, with bounded temporaries.
 
 `Rows` holds the target and draft log-probabilities of R prediction positions.
 Each method below costs one sweep over ``[R, V]`` and returns a small ``[R]``
@@ -22,7 +22,7 @@ from torch import Tensor
 from blockdraft.overlap import overlap_and_slope, overlap_logit_gradient
 
 LOG_ZERO = -1e4
-"""Stands for the logarithm of a zero probability: far below any real one, and safe to sum and multiply."""
+"""This number stands for the logarithm of a zero probability: far below any real one, and safe to sum and multiply."""
 
 CPU_TILE = 2**19
 ACCELERATOR_TILE = 2**26
@@ -30,7 +30,7 @@ ACCELERATOR_TILE = 2**26
 
 @dataclass(frozen=True)
 class _Tile:
-    """A few rows in the draft gradient's sweep: q, the gradient ``out``, and tiles free to work in, all ``[r, V]``."""
+    """_Tile is a few rows in the gradient's sweep: q, the gradient ``out``, and tiles to work in, all ``[r, V]``."""
 
     rows: slice
     q: Tensor
@@ -40,7 +40,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Term:
-    """One differentiable sum: its leaf, and how its coefficient reaches the draft logits.
+    """_Term is one differentiable sum: its leaf, and how its coefficient reaches the draft logits.
 
     ``add_gradient(tile, coefficient)`` adds coefficient ``[r, 1]`` * d(term)/dz to
     ``tile.out``. It holds tensors, never the `Rows` that holds it: a reference
@@ -52,7 +52,7 @@ class _Term:
 
 
 class Rows:
-    """Target and draft conditionals at R positions, over a vocabulary of V.
+    """Rows holds target and draft conditionals at R positions, over a vocabulary of V.
 
     Args:
         draft_logits: ``[R, V]``.
@@ -87,23 +87,23 @@ class Rows:
 
     @property
     def target_log_probs(self) -> Tensor:
-        """``[R, V]`` log p."""
+        """Give log p, ``[R, V]``."""
         if self._target_log_probs is None:
             raise ValueError("this objective needs target logits, and none were given")
         return self._target_log_probs
 
     @property
     def differentiable_draft_log_probs(self) -> Tensor:
-        """``[R, V]`` log q as an autograd leaf, for objectives that no sum of this class expresses.
+        """Give log q ``[R, V]`` as an autograd leaf, for objectives that no sum of this class expresses.
 
-        Costs vocabulary-sized temporaries; the named sums below do not.
+        It costs vocabulary-sized temporaries; the named sums below do not.
         """
         if self._full_leaf is None:
             self._full_leaf = self.draft_log_probs.detach().requires_grad_()
         return self._full_leaf
 
     def draft_label(self, labels: Tensor) -> Tensor:
-        """log q(y) for labels y ``[R]``; a zero probability counts as `LOG_ZERO`."""
+        """Return log q(y) for labels y ``[R]``; a zero probability counts as `LOG_ZERO`."""
 
         def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
             tile.out.addcmul_(tile.q, coefficient, value=-1)
@@ -113,11 +113,11 @@ class Rows:
         return self._term(value, add_gradient).clamp(min=LOG_ZERO)
 
     def target_label(self, labels: Tensor) -> Tensor:
-        """log p(y) for labels y ``[R]``; a zero probability counts as `LOG_ZERO`."""
+        """Return log p(y) for labels y ``[R]``; a zero probability counts as `LOG_ZERO`."""
         return self.target_log_probs.gather(1, labels[:, None]).squeeze(1).clamp(min=LOG_ZERO)
 
     def overlaps(self, *scales: Tensor) -> list[Tensor]:
-        """S(s; p, q) for each s ``[R]`` in one sweep, differentiable in s and in the draft logits."""
+        """Return S(s; p, q) for each s ``[R]`` in one sweep, differentiable in s and in the draft logits."""
         target_log_probs = self.target_log_probs
         known = [scale.detach() for scale in scales]
         values, slopes = [torch.empty_like(s) for s in known], [torch.empty_like(s) for s in known]
@@ -142,7 +142,7 @@ class Rows:
         ]
 
     def kl(self) -> Tensor:
-        """KL(p || q) = sum_v p (log p - log q)."""
+        """Return KL(p || q) = sum_v p (log p - log q), ``[R]``."""
         target_log_probs = self.target_log_probs
         value = self._divergence(target_log_probs, self.draft_log_probs)
 
@@ -153,7 +153,7 @@ class Rows:
         return self._term(value, add_gradient)
 
     def reverse_kl(self) -> Tensor:
-        """KL(q || p) = sum_v q (log q - log p)."""
+        """Return KL(q || p) = sum_v q (log q - log p), ``[R]``."""
         draft_log_probs, target_log_probs = self.draft_log_probs, self.target_log_probs
         value = self._divergence(draft_log_probs, target_log_probs)
 
@@ -165,14 +165,14 @@ class Rows:
         return self._term(value, add_gradient)
 
     def argmax(self) -> tuple[Tensor, Tensor]:
-        """The draft's and the target's most probable tokens, ``[R]`` each."""
+        """Return the draft's and the target's most probable tokens, ``[R]`` each."""
         return _first_argmax(self.draft_log_probs), _first_argmax(self.target_log_probs)
 
     @torch.no_grad()
     def draft_gradient(self, outputs: list[Tensor], grads: list[Tensor]) -> Tensor:
-        """The gradient ``[R, V]`` of the draft logits when ``grads`` flow into the small tensors ``outputs``.
+        """Return the gradient ``[R, V]`` of the draft logits when ``grads`` flow into the small tensors ``outputs``.
 
-        Overwriting, it takes the place of the draft log-probabilities.
+        If the logits may be overwritten, it takes the place of the draft log-probabilities.
         """
         coefficients, full = self._coefficients(outputs, grads)
         terms = [(t, c) for t, c in zip(self._terms, coefficients, strict=True) if c is not None]
@@ -188,7 +188,7 @@ class Rows:
         return result
 
     def _coefficients(self, outputs: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor | None], Tensor | None]:
-        """What autograd finds at each term's leaf, and at the full log-probabilities if they were asked for."""
+        """Return what autograd finds at each term's leaf, and at the full log-probabilities if they were asked for."""
         leaves = [term.leaf for term in self._terms] + ([] if self._full_leaf is None else [self._full_leaf])
         reachable = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
         found: list[Tensor | None] = [None] * len(leaves)
@@ -203,7 +203,7 @@ class Rows:
         return value + leaf
 
     def _divergence(self, log_a: Tensor, log_b: Tensor) -> Tensor:
-        """sum_v a (log a - log b), ``[R]``."""
+        """Return sum_v a (log a - log b), ``[R]``."""
         value = log_a.new_empty(self.num_rows)
         for rows, (a, *free) in self._tiles(3):
             torch.exp(log_a[rows], out=a)
@@ -211,7 +211,7 @@ class Rows:
         return value
 
     def _tiles(self, num_scratch: int) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Slices of a few rows, each with scratch tiles ``[r, V]`` that the next slice uses again."""
+        """Yield slices of a few rows, each with scratch tiles ``[r, V]`` that the next slice uses again."""
         while len(self._scratch) < num_scratch:
             shape = (min(self._tile_rows, self.num_rows), self.vocab_size)
             self._scratch.append(torch.empty(shape, dtype=self._dtype, device=self._device))
@@ -220,7 +220,7 @@ class Rows:
             yield rows, [tile[: rows.stop - start] for tile in self._scratch[:num_scratch]]
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
-        """Log-probabilities in float32 (float64 if given float64), tile by tile."""
+        """Return log-probabilities in float32 (float64 if given float64), made tile by tile."""
         logits = logits.detach()
         in_place = self._overwrite and logits.dtype == self._dtype
         result = logits if in_place else torch.empty_like(logits, dtype=self._dtype)
@@ -238,18 +238,18 @@ class Rows:
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays float64; everything else is computed in float32."""
+    """Return float64 for float64; everything else is computed in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _difference(log_a: Tensor, log_b: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
-    """log a - log b with zeros standing at `LOG_ZERO`, so that 0 * log 0 is 0 downstream."""
+    """Return log a - log b with zeros standing at `LOG_ZERO`, so that 0 * log 0 is 0 downstream."""
     first, second = scratch
     return torch.clamp(log_a, min=LOG_ZERO, out=first).sub_(torch.clamp(log_b, min=LOG_ZERO, out=second))
 
 
 def _first_argmax(rows: Tensor, width: int = 64) -> Tensor:
-    """``rows.argmax(-1)`` in two levels: on a CPU `amax` is several times faster than `argmax`."""
+    """Return ``rows.argmax(-1)``, in two levels: on a CPU `amax` is several times faster than `argmax`."""
     size = rows.shape[1]
     whole = size - size % width
     groups = rows[:, :whole].unflatten(1, (whole // width, width)).amax(-1)

@@ -1,4 +1,4 @@
-"""How many tokens a verifier would accept, from target-generated blocks and without gradient."""
+"""This module estimates how many tokens a verifier would accept, from target-generated blocks, without gradient."""
 
 from dataclasses import dataclass, fields
 from typing import Self
@@ -6,12 +6,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from blockdraft.losses.blocks import Blocks
+from blockdraft.losses.scores import Blocks
 
 
 @dataclass(frozen=True)
 class BlockStatistics:
-    """Sums over blocks, so that chunks, steps and processes add up; means are properties.
+    """BlockStatistics holds sums over blocks, so that chunks, steps and processes add up; means are properties.
 
     num_blocks: scalar, blocks with at least one valid position.
     num_positions: ``[B]`` valid positions.
@@ -36,7 +36,7 @@ class BlockStatistics:
         return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def retention(self, rule: str) -> Tensor:
-        """``[B]`` Pr(num_accepted >= i) over all blocks, under ``"greedy"``, ``"token"`` or ``"block"``.
+        """Return Pr(num_accepted >= i) ``[B]`` over all blocks, under ``"greedy"``, ``"token"`` or ``"block"``.
 
         A block cut to L positions counts as one that could not keep more than L.
         """
@@ -46,23 +46,23 @@ class BlockStatistics:
         return sums[rule] / self.num_blocks.clamp(min=1)
 
     def expected_length(self, rule: str) -> Tensor:
-        """Scalar: expected number of accepted draft tokens per block, correction or bonus token excluded."""
+        """Return the expected number of accepted draft tokens per block, correction or bonus token excluded."""
         return self.retention(rule).sum()
 
     @property
     def token_accuracy(self) -> Tensor:
-        """Scalar: share of valid positions where the draft's argmax is the stored token."""
+        """Give the share of valid positions where the draft's argmax is the stored token."""
         return self.accuracy.sum() / self.num_positions.sum().clamp(min=1)
 
     @property
     def argmax_agreement(self) -> Tensor:
-        """Scalar: share of valid positions where the draft's argmax is the target's."""
+        """Give the share of valid positions where the draft's argmax is the target's."""
         return self.agreement.sum() / self.num_positions.sum().clamp(min=1)
 
 
 @torch.no_grad()
 def measure(blocks: Blocks) -> BlockStatistics:
-    """The statistics of these blocks; reuses whatever an objective has computed on them."""
+    """Return the statistics of these blocks, reusing whatever an objective has computed on them."""
     valid, dtype = blocks.valid, blocks.num_valid.dtype
     draft_argmax, target_argmax = (argmax.view_as(blocks.labels) for argmax in blocks.rows.argmax())
     agrees = draft_argmax == target_argmax
@@ -89,5 +89,5 @@ def block_statistics(
     *,
     temperature: float = 1.0,
 ) -> BlockStatistics:
-    """Expected accepted lengths and agreement on ``[N, B, V]`` logits along target-generated labels."""
+    """Return expected accepted lengths and agreement on ``[N, B, V]`` logits along target-generated labels."""
     return measure(Blocks(draft_logits.detach(), target_logits.detach(), labels, valid, temperature=temperature))

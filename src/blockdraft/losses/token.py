@@ -1,4 +1,4 @@
-"""Tokenwise objectives: each position on its own, earlier positions weighing more.
+"""The tokenwise objectives take each position on its own and let earlier positions weigh more.
 
     L = sum_i w_i l_i / sum_i w_i,   w_i = exp(-(i - 1) / eta)   (eqs. token_losses, token_weighting, lk_losses)
 
@@ -13,13 +13,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from blockdraft.losses.blocks import Blocks, finite_log
 from blockdraft.losses.objective import Objective, register
+from blockdraft.losses.scores import Blocks, finite_log
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenObjective(Objective):
-    """eta: decay of the position weights; 7 for DFlash and 4 for DSpark in the paper, ``math.inf`` for none."""
+    """A TokenObjective is a weighted mean of one loss per position.
+
+    eta: decay of the position weights; 7 for DFlash and 4 for DSpark in the paper, ``math.inf`` for none.
+    """
 
     eta: float = 7.0
 
@@ -30,7 +33,7 @@ class TokenObjective(Objective):
 
     @abstractmethod
     def position_loss(self, blocks: Blocks) -> Tensor:
-        """l_i, ``[N, B]``."""
+        """Return the loss l_i of every position, ``[N, B]``."""
 
     def sums(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         loss = self.position_loss(blocks)
@@ -39,7 +42,7 @@ class TokenObjective(Objective):
 
 
 def position_weights(block_size: int, eta: float, like: Tensor) -> Tensor:
-    """w_i = exp(-(i - 1) / eta), ``[B]``."""
+    """Return w_i = exp(-(i - 1) / eta), ``[B]``."""
     positions = torch.arange(block_size, dtype=like.dtype, device=like.device)
     return torch.ones_like(positions) if math.isinf(eta) else torch.exp(-positions / eta)
 
@@ -47,7 +50,7 @@ def position_weights(block_size: int, eta: float, like: Tensor) -> Tensor:
 @register
 @dataclass(frozen=True, kw_only=True)
 class CE(TokenObjective):
-    """-log q_i(y_i), y_i the stored token that the target generated (not the target's argmax)."""
+    """CE is -log q_i(y_i), y_i the stored token that the target generated (not the target's argmax)."""
 
     name: ClassVar[str] = "ce"
     needs_target: ClassVar[bool] = False
@@ -59,7 +62,7 @@ class CE(TokenObjective):
 @register
 @dataclass(frozen=True, kw_only=True)
 class KL(TokenObjective):
-    """sum_v p_i log(p_i / q_i)."""
+    """KL is sum_v p_i log(p_i / q_i)."""
 
     name: ClassVar[str] = "kl"
 
@@ -70,7 +73,7 @@ class KL(TokenObjective):
 @register
 @dataclass(frozen=True, kw_only=True)
 class RKL(TokenObjective):
-    """sum_v q_i log(q_i / p_i)."""
+    """RKL is sum_v q_i log(q_i / p_i)."""
 
     name: ClassVar[str] = "rkl"
 
@@ -81,7 +84,7 @@ class RKL(TokenObjective):
 @register
 @dataclass(frozen=True, kw_only=True)
 class TV(TokenObjective):
-    """1 - sum_v min(p_i, q_i) = 1/2 sum_v |p_i - q_i|."""
+    """TV is 1 - sum_v min(p_i, q_i) = 1/2 sum_v |p_i - q_i|."""
 
     name: ClassVar[str] = "tv"
 
@@ -92,7 +95,7 @@ class TV(TokenObjective):
 @register
 @dataclass(frozen=True, kw_only=True)
 class LK(TokenObjective):
-    """-log sum_v min(p_i, q_i) = -log(1 - TV)."""
+    """LK is -log sum_v min(p_i, q_i) = -log(1 - TV)."""
 
     name: ClassVar[str] = "lk"
 

@@ -1,9 +1,11 @@
-"""BV: the block verification-aware objective, in every form of the paper.
+"""This module holds BV, the block verification-aware objective, and its counterpart for token verification.
 
-Scores along a target-generated block (see `blockdraft.losses.blocks`): sampled
-a~_i, or vocabulary-integrated abar_i. Both average to Pr(tau >= i) under block
-verification, so their sum is an unbiased estimate of the accepted length. For
-a block of L valid positions:
+Both are made of one score per prefix of a target-generated block (see
+`blockdraft.losses.scores`), whose expectation is the chance Pr(tau >= i) that
+verification keeps i tokens or more: sampled a~_i or vocabulary-integrated
+abar_i for block verification, and their counterpart for token verification.
+Their sum is an unbiased estimate of the accepted length. For a block of L
+valid positions:
 
     linear       1 - (1/L) sum_i score_i                           (eq. linear_bv_train)
     log          log L - log sum_i score_i, averaged over blocks   (eq. annealing at beta = 1)
@@ -12,26 +14,25 @@ a block of L valid positions:
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from blockdraft.losses.blocks import Blocks, finite_log
 from blockdraft.losses.objective import Objective, differentiate, register
+from blockdraft.losses.scores import Blocks, finite_log
 
-Form = Literal["linear", "log", "population"]
-Estimator = Literal["integrated", "sampled"]
+BVForm = Literal["linear", "log", "population"]
+BVEstimator = Literal["integrated", "sampled"]
 
 
-@register
 @dataclass(frozen=True, kw_only=True)
-class BV(Objective):
-    """Block verification-aware loss.
+class PrefixObjective(Objective):
+    """A PrefixObjective turns one score per prefix of a block into a loss.
 
     form: ``"log"`` (the paper's runs), ``"linear"`` or ``"population"``.
-    estimator: ``"integrated"`` (the paper's runs) or ``"sampled"``.
     beta: exponent of the power mean in the log form, 0 <= beta <= 1; see `Annealing`.
     summand_floor: lower bound of each log score when beta = 1, or None.
     length_floor: lower bound of a block's summed score in the log form when beta = 1, or None.
@@ -42,10 +43,7 @@ class BV(Objective):
     scores of a long block are far below 1e-6, so the ramp floor is off unless asked for.
     """
 
-    name: ClassVar[str] = "bv"
-
-    form: Form = "log"
-    estimator: Estimator = "integrated"
+    form: BVForm = "log"
     beta: float = 1.0
     summand_floor: float | None = -80.0
     length_floor: float | None = 1e-6
@@ -53,22 +51,18 @@ class BV(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, value, allowed in (
-            ("form", self.form, get_args(Form)),
-            ("estimator", self.estimator, get_args(Estimator)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"bv: {field} must be one of {', '.join(allowed)}, got {value!r}")
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"bv: beta must lie in [0, 1], got {self.beta}")
-        if self.form != "log" and self.beta != 1:
-            raise ValueError(f"bv: beta belongs to the log form, not to {self.form!r}")
+        check_choice(self.name, "form", self.form, get_args(BVForm))
+        check_beta(self.name, self.form, self.beta)
         for field, floor in (("length_floor", self.length_floor), ("ramp_floor", self.ramp_floor)):
             if floor is not None and not floor > 0:
-                raise ValueError(f"bv: {field} must be positive, or None for no floor, got {floor}")
+                raise ValueError(f"{self.name}: {field} must be positive, or None for no floor, got {floor}")
+
+    @abstractmethod
+    def log_scores(self, blocks: Blocks) -> Tensor:
+        """Return the log of every prefix's score, ``[N, B]``."""
 
     def sums(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        log_scores = blocks.log_integrated if self.estimator == "integrated" else blocks.log_sampled
+        log_scores = self.log_scores(blocks)
         if self.form == "log":
             any_valid = (blocks.num_valid > 0).to(log_scores.dtype)
             per_block = self._block_log(log_scores, blocks) if self.beta == 1 else self._annealed(log_scores, blocks)
@@ -87,7 +81,7 @@ class BV(Objective):
         return torch.where(denominator > 0, -1 / numerator.clamp(min=torch.finfo(numerator.dtype).tiny), 0)
 
     def _block_log(self, log_scores: Tensor, blocks: Blocks) -> Tensor:
-        """log L - log sum_i score_i."""
+        """Return log L - log sum_i score_i."""
         if self.summand_floor is not None:
             log_scores = log_scores.clamp(min=self.summand_floor)
         log_length = torch.where(blocks.valid, log_scores, -math.inf).logsumexp(-1)
@@ -96,9 +90,9 @@ class BV(Objective):
         return torch.where(blocks.num_valid > 0, blocks.num_valid.clamp(min=1).log() - log_length, 0)
 
     def _annealed(self, log_scores: Tensor, blocks: Blocks) -> Tensor:
-        """-log of the power mean of exponent beta.
+        """Return -log of the power mean of exponent beta.
 
-        Written about the largest log score m, -m - log1p(mean expm1(beta (x - m))) / beta,
+        It is written about the largest log score m, -m - log1p(mean expm1(beta (x - m))) / beta,
         which loses no digits as beta goes to 0. Its gradient is that of
         eq. annealing_gradient: power weights times the gradients of -log score.
         """
@@ -112,6 +106,59 @@ class BV(Objective):
         return -(largest.squeeze(-1) + torch.log1p(blocks.mean_over_valid(power)) / self.beta)
 
 
+@register
+@dataclass(frozen=True, kw_only=True)
+class BV(PrefixObjective):
+    """BV is the block verification-aware loss (Kim et al., *BV Loss*).
+
+    estimator: ``"integrated"`` scores abar_i (the paper's runs) or ``"sampled"`` ones, a~_i.
+
+    Every position of a block weighs the same; the prefix scores themselves make early positions matter more.
+    """
+
+    name: ClassVar[str] = "bv"
+
+    estimator: BVEstimator = "integrated"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self.name, "estimator", self.estimator, get_args(BVEstimator))
+
+    def log_scores(self, blocks: Blocks) -> Tensor:
+        return blocks.log_integrated if self.estimator == "integrated" else blocks.log_sampled
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class TokenBV(PrefixObjective):
+    """TokenBV is BV with the scores of token verification, for drafters that will be served with it.
+
+        score_i = prod_{j<i} min(1, q_j(y_j)/p_j(y_j)) * sum_v min(p_i, q_i)
+
+    Over target paths it averages to the chance that token verification keeps i tokens or more. It is this
+    project's own; no position weights.
+    """
+
+    name: ClassVar[str] = "token-bv"
+
+    def log_scores(self, blocks: Blocks) -> Tensor:
+        return blocks.log_token
+
+
+def check_choice(objective: str, option: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse an option that is none of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{objective}: {option} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_beta(objective: str, form: str, beta: float) -> None:
+    """Refuse a beta outside [0, 1], or beside another form than the log."""
+    if not 0 <= beta <= 1:
+        raise ValueError(f"{objective}: beta must lie in [0, 1], got {beta}")
+    if form != "log" and beta != 1:
+        raise ValueError(f"{objective}: beta belongs to the log form, not to {form!r}")
+
+
 def block_scores(
     draft_logits: Tensor,
     target_logits: Tensor,
@@ -120,7 +167,7 @@ def block_scores(
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """log a~_i and log abar_i, ``[N, B]`` each, differentiable in the draft logits.
+    """Return log a~_i and log abar_i, ``[N, B]`` each, differentiable in the draft logits.
 
     Invalid positions hold 0 and pass no gradient.
     """

@@ -1,4 +1,4 @@
-"""The quantities of the paper along N target-generated blocks, each computed at most once.
+"""This module computes the quantities of the paper along N target-generated blocks, each at most once.
 
 Notation: p is the target, q the drafter, y a block of B tokens sampled from the
 target, all conditionals evaluated on y's own prefixes. Everything is ``[N, B]``
@@ -14,7 +14,7 @@ from blockdraft.losses.rows import Rows
 
 
 class Blocks:
-    """N blocks of B positions, seen by an objective.
+    """Blocks is N blocks of B positions as an objective sees them.
 
     Args:
         draft_logits, target_logits: ``[N, B, V]``; the target's may be None for CE.
@@ -50,46 +50,46 @@ class Blocks:
 
     @cached_property
     def num_valid(self) -> Tensor:
-        """``[N]`` valid positions of each block, in the computing dtype."""
+        """Count the valid positions of each block, ``[N]``, in the computing dtype."""
         return self.valid.sum(-1).to(self.rows.draft_log_probs.dtype)
 
     # Single positions
 
     @cached_property
     def log_q(self) -> Tensor:
-        """log q_i(y_i)."""
+        """Give log q_i(y_i)."""
         return self._per_block(self.rows.draft_label(self._flat_labels))
 
     @cached_property
     def log_p(self) -> Tensor:
-        """log p_i(y_i)."""
+        """Give log p_i(y_i)."""
         return self._per_block(self.rows.target_label(self._flat_labels))
 
     @cached_property
     def kl(self) -> Tensor:
-        """KL(p_i || q_i)."""
+        """Give KL(p_i || q_i)."""
         return self._per_block(self.rows.kl())
 
     @cached_property
     def reverse_kl(self) -> Tensor:
-        """KL(q_i || p_i)."""
+        """Give KL(q_i || p_i)."""
         return self._per_block(self.rows.reverse_kl())
 
     @cached_property
     def overlap(self) -> Tensor:
-        """S(1; p_i, q_i) = sum_v min(p_i, q_i), the chance that token verification keeps position i."""
+        """Give S(1; p_i, q_i) = sum_v min(p_i, q_i), the chance that token verification keeps position i."""
         return self._overlaps[0]
 
     # Prefixes
 
     @cached_property
     def log_r(self) -> Tensor:
-        """log r_i = sum_{j<=i} log q_j(y_j) - log p_j(y_j)   (eq. prefix_states)."""
+        """Give log r_i = sum_{j<=i} log q_j(y_j) - log p_j(y_j)   (eq. prefix_states)."""
         return (self.log_q - self.log_p).cumsum(-1)
 
     @cached_property
     def active_prefix(self) -> Tensor:
-        """n_i, the earliest position attaining min(1, r_1, .., r_i), zero included."""
+        """Give n_i, the earliest position attaining min(1, r_1, .., r_i), zero included."""
         log_r = _after_start(self.log_r.detach())
         is_new_minimum = log_r[:, 1:] < log_r.cummin(-1).values[:, :-1]
         positions = torch.arange(1, self.block_size + 1, device=log_r.device)
@@ -97,14 +97,14 @@ class Blocks:
 
     @cached_property
     def log_sampled(self) -> Tensor:
-        """log a~_i, with a~_i = min(1, r_1, .., r_i)   (eq. acceptance_score)."""
+        """Give log a~_i, with a~_i = min(1, r_1, .., r_i)   (eq. acceptance_score)."""
         return _after_start(self.log_r).gather(-1, self.active_prefix)
 
     @cached_property
     def log_state(self) -> Tensor:
-        """log a_{i-1}, with a_i = min(1, a_{i-1} p_i/q_i) = a~_i / r_i   (eq. block_acceptance).
+        """Give log a_{i-1}, with a_i = min(1, a_{i-1} p_i/q_i) = a~_i / r_i   (eq. block_acceptance).
 
-        Bounded below at -40 (-300 in float64). Only S(a; p, q)/a is ever taken, which there differs from
+        It is bounded below at -40 (-300 in float64). Only S(a; p, q)/a is ever taken, which there differs from
         its limit by no more than the target mass on tokens with q(v) < e^-40 p(v).
         """
         lowest = -300.0 if self.log_r.dtype == torch.float64 else -40.0
@@ -112,33 +112,34 @@ class Blocks:
 
     @cached_property
     def log_integrated(self) -> Tensor:
-        """log abar_i, with abar_i = sum_v min(a~_{i-1} p_i(v), r_{i-1} q_i(v))   (eq. integrated_score).
+        """Give log abar_i, with abar_i = sum_v min(a~_{i-1} p_i(v), r_{i-1} q_i(v))   (eq. integrated_score).
 
-        Computed as a~_{i-1} S(a_{i-1}; p_i, q_i) / a_{i-1}, which stays at most one, up to
+        It is computed as a~_{i-1} S(a_{i-1}; p_i, q_i) / a_{i-1}, which stays at most one, up to
         rounding, however large r_{i-1} is.
         """
         return _before(self.log_sampled) + finite_log(self._overlaps[1]) - self.log_state
 
     @cached_property
     def log_token(self) -> Tensor:
-        """log of prod_{j<i} min(1, q_j(y_j)/p_j(y_j)) S(1; p_i, q_i).
+        """Give the log of prod_{j<i} min(1, q_j(y_j)/p_j(y_j)) S(1; p_i, q_i).
 
-        The unbiased counterpart of abar_i for token verification.
+        This is the unbiased counterpart of abar_i for token verification.
         """
-        kept = (self.log_q - self.log_p).clamp(max=0).cumsum(-1)
+        log_ratio = self.log_q - self.log_p
+        kept = torch.where(log_ratio < 0, log_ratio, 0).cumsum(-1)  # at a tie no gradient, as in `active_prefix`
         return _before(kept) + finite_log(self.overlap)
 
     def mean_over_valid(self, values: Tensor) -> Tensor:
-        """``[N]`` mean of ``values`` over each block's valid positions, 0 for an empty block."""
+        """Return the mean ``[N]`` of ``values`` over each block's valid positions, 0 for an empty block."""
         return self.sum_over_valid(values) / self.num_valid.clamp(min=1)
 
     def sum_over_valid(self, values: Tensor) -> Tensor:
-        """``[N]`` sum of ``values`` over each block's valid positions."""
+        """Return the sum ``[N]`` of ``values`` over each block's valid positions."""
         return torch.where(self.valid, values, 0).sum(-1)
 
     @cached_property
     def _overlaps(self) -> list[Tensor]:
-        """S(1; p_i, q_i) and S(a_{i-1}; p_i, q_i), in one sweep over the vocabulary."""
+        """Take S(1; p_i, q_i) and S(a_{i-1}; p_i, q_i) in one sweep over the vocabulary."""
         state = self.log_state.exp().reshape(-1)
         return [self._per_block(s) for s in self.rows.overlaps(torch.ones_like(state), state)]
 
@@ -147,7 +148,7 @@ class Blocks:
 
 
 def finite_log(x: Tensor) -> Tensor:
-    """log x, with zero standing at the smallest normal number; no gradient there."""
+    """Return log x, with zero standing at the smallest normal number and passing no gradient there."""
     return x.clamp(min=torch.finfo(x.dtype).tiny).log()
 
 
@@ -164,7 +165,7 @@ def check_logits(draft_logits: Tensor, target_logits: Tensor | None, labels: Ten
 
 
 def check_labels(labels: Tensor, valid: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The mask, all true if None, and the labels with zeros outside it; refuses holes and foreign labels."""
+    """Return the mask, all true if None, and the labels with zeros outside it; refuse holes and foreign labels."""
     if valid is None:
         valid = torch.ones_like(labels, dtype=torch.bool)
     elif valid.shape != labels.shape or valid.dtype != torch.bool:
@@ -180,10 +181,10 @@ def check_labels(labels: Tensor, valid: Tensor | None, vocab_size: int) -> tuple
 
 
 def _before(values: Tensor) -> Tensor:
-    """The value one position earlier, in log space: a block starts from log 1 = 0."""
+    """Return the value one position earlier, in log space: a block starts from log 1 = 0."""
     return _after_start(values)[:, :-1]
 
 
 def _after_start(values: Tensor) -> Tensor:
-    """The values of positions 0 (log 1 = 0), 1, .., B."""
+    """Return the values of positions 0 (log 1 = 0), 1, .., B."""
     return torch.nn.functional.pad(values, (1, 0))
