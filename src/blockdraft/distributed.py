@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from blockdraft.errors import BlockdraftError
 
-
 T = TypeVar("T")
 
 

@@ -1,6 +1,7 @@
 """Anchors, masks, packing, sharing out: properties over random data, and values against a loop."""
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
@@ -165,7 +166,7 @@ def test_a_packed_batch_trains_on_what_each_block_alone_would_see(kind, seed):
     for each in part:
         for anchor in each.anchors:
             single = collate([type(each)(each.text, np.array([anchor]))], paths, 4)
-            alone = features(single, [each.text])
+            alone = features(single)
             one = drafter(alone.features, single.anchor_tokens, single.anchors, target)
             torch.testing.assert_close(hidden[block], one[0])
             valid = batch.valid[block]
@@ -193,3 +194,81 @@ def test_held_out_texts_are_apart_and_the_same_for_the_same_seed():
     assert sorted(kept.tokens.tolist() + heldout.tokens.tolist()) == paths.tokens.tolist()
     assert again[1].tokens.tolist() == heldout.tokens.tolist()
     assert again[1].identity == heldout.identity != kept.identity
+
+
+def walked(sampler, survival, epochs):
+    """Let anchors walk for some epochs, each block surviving as ``survival(text, position)`` says."""
+    for epoch in range(epochs):
+        walked_epoch(sampler, epoch, survival)
+
+
+def test_an_anchor_moves_on_by_what_its_round_keeps_plus_one():
+    dataset = paths_of([(3, 40)])
+    sampler = plan_of(dataset, num_anchors=8, num_proposals=4, anchors="rounds")
+    (chosen,) = sampler.step(0, 0)
+    batch = collate([chosen], dataset, 4)
+    survival = torch.tensor([0.9, 0.6, 0.6, 0.1], dtype=torch.float64).expand(8, -1)
+    for uniform, kept in ((0.05, 4), (0.1, 4), (0.3, 3), (0.6, 3), (0.7, 1), (0.95, 0)):
+        fixed = dataclasses.replace(batch, uniforms=torch.full((8,), uniform, dtype=torch.float64))
+        sampler.move_on(fixed, survival)
+        expected = chosen.anchors - 3 + kept + 1
+        assert sampler.next_walk[0].tolist() == [a if a < 39 else 0 for a in expected]
+
+
+def test_walking_anchors_are_found_as_often_as_decoding_starts_rounds_there():
+    """Rounds that keep all four tokens from even places and none from odd ones visit them as their chain does."""
+    length, num = 41, 400
+    dataset = paths_of([(2, length)] * num)
+    sampler = plan_of(dataset, num_texts=100, num_anchors=100, num_proposals=4, anchors="rounds")
+
+    def survival(_text, position):
+        return [1.0, 1.0, 1.0, 0.5] if position % 3 == 0 else [0.5, 0.25, 0.0, 0.0]
+
+    walked(sampler, survival, 30)
+    counts = np.zeros(length)
+    for epoch in range(30, 70):
+        for step in range(sampler.steps_per_epoch):
+            for each in sampler.step(epoch, step):
+                np.add.at(counts, each.anchors - 2, 1)
+        walked_epoch(sampler, epoch, survival)
+    chance = np.zeros(length)
+    chance[0] = 1.0
+    for start in range(length):  # the chain of round starts from the first token to the end, then from the first again
+        kept = [1.0, *survival(0, start), 0.0]
+        for k in range(5):
+            if start + k + 1 < length - 1:
+                chance[start + k + 1] += chance[start] * (kept[k] - kept[k + 1])
+    expected = chance[: length - 1] / chance[: length - 1].sum()
+    found = counts[: length - 1] / counts.sum()
+    assert np.abs(found - expected).max() < 0.012
+    assert np.abs(1 / (length - 1) - expected).max() > 0.02  # uniform anchors would not pass
+
+
+def walked_epoch(sampler, epoch, survival):
+    prompts = sampler.dataset.prompt_lengths
+    for step in range(sampler.steps_per_epoch):
+        chosen = [each for each in sampler.step(epoch, step) if len(each.anchors)]
+        batch = collate(chosen, sampler.dataset, sampler.num_proposals)
+        rows = [survival(each.text, a - prompts[each.text]) for each in chosen for a in each.anchors]
+        sampler.move_on(batch, torch.tensor(rows, dtype=torch.float64))
+    sampler.finish_epoch()
+
+
+@pytest.mark.parametrize("anchors", ["rounds", "mixed"])
+def test_where_anchors_walk_survives_a_checkpoint_and_the_blocks_stay_as_many(anchors):
+    dataset = paths_of([(2, 9), (3, 25), (1, 2), (4, 17), (2, 12)])
+    ours, again = (plan_of(dataset, num_texts=2, num_anchors=9, anchors=anchors) for _ in range(2))
+    plain = plan_of(dataset, num_texts=2, num_anchors=9)
+    walked(ours, lambda _text, position: [0.8, 0.5, 0.3, 0.2, 0.1] if position % 2 else [0.3, 0.1, 0, 0, 0], 2)
+    again.load_state_dict(ours.state_dict())
+    for step in range(ours.steps_per_epoch):
+        chosen = ours.step(2, step)
+        uniform = plain.step(2, step)
+        for one, other, drawn in zip(chosen, again.step(2, step), uniform, strict=True):
+            assert one.anchors.tolist() == other.anchors.tolist()
+            assert one.uniforms.tolist() == other.uniforms.tolist()
+            assert len(one.anchors) == len(drawn.anchors)
+            assert len(np.unique(one.anchors)) == len(one.anchors)
+            if anchors == "rounds":
+                walking = set((dataset.prompt_lengths[one.text] + ours.walk.get(one.text, [])).tolist())
+                assert len(walking & set(one.anchors.tolist())) == min(len(walking), len(one.anchors))

@@ -136,8 +136,8 @@ def test_a_file_made_anew_takes_its_old_place(tmp_path, paths):
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
     (part,) = partition(BatchSampler(paths, num_texts=11, num_anchors=99, num_proposals=3, seed=0).step(0, 0), 1, paths)
     batch = collate(part, paths, 3)
-    ours = CachedFeatures(tmp_path, target, paths, LAYERS)(batch, texts)
-    theirs = OnlineFeatures(target, LAYERS)(batch, texts)
+    ours = CachedFeatures(tmp_path, target, paths, LAYERS)(batch)
+    theirs = OnlineFeatures(target, LAYERS)(batch)
     for span in batch.spans:
         at = (span.row, slice(span.start, span.end))
         torch.testing.assert_close(ours.features[at], theirs.features[at])

@@ -106,9 +106,11 @@ def test_cached_features_and_checkpointed_activations_share_the_trajectory(tmp_p
 
 
 @pytest.mark.parametrize("stop", [1, 4, 7])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, data, stop):
-    whole = train(data, tmp_path / "whole", "drafter.kind=dspark")
-    first = Trainer(recipe(data, "drafter.kind=dspark"), target(), tmp_path / "parts")
+@pytest.mark.parametrize("options", [[], ["batch.anchors=rounds", "optimizer.name=muon"], ["batch.anchors=mixed"]])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, data, stop, options):
+    options = ["drafter.kind=dspark", *options]
+    whole = train(data, tmp_path / "whole", *options)
+    first = Trainer(recipe(data, *options), target(), tmp_path / "parts")
 
     def ask(progress):
         if progress.step == stop:
@@ -116,7 +118,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, data, stop
 
     with pytest.raises(StoppedError, match="saved; the same command resumes"):
         first.train(ask)
-    second = Trainer(recipe(data, "drafter.kind=dspark"), target(), tmp_path / "parts")
+    second = Trainer(recipe(data, *options), target(), tmp_path / "parts")
     assert second.step in (stop, stop + 1)  # the signal is seen after the step that it arrives in
     second.train()
     close(weights(second), weights(whole), rtol=0, atol=0)
@@ -163,11 +165,15 @@ def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_pat
 
     with pytest.raises(StoppedError):
         begun.train(ask)
+    walking = ["batch.anchors=rounds", "optimizer.name=muon"]
+    walked = train(data, tmp_path / "walked", *options, *walking)
     cases = {
         "ddp": [*options, "logging.decode_prompts=1"],
         "accumulated": [*options, "batch.gradient_accumulation_steps=2"],
         "fsdp": [*options, "runtime.parallel=fsdp"],
         "target": [*options, "runtime.parallel=fsdp", "runtime.shard_target=true"],
+        "walking": [*options, *walking],
+        "walking-fsdp": [*options, *walking, "runtime.parallel=fsdp"],
     }
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -175,10 +181,11 @@ def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_pat
     torch.multiprocessing.spawn(_process, (2, port, data, tmp_path, cases), nprocs=2)
     for name in (*cases, "alone"):
         found = load_file(tmp_path / name / "checkpoint" / "model.safetensors")
-        close(found, weights(whole), rtol=2e-3, atol=2e-4)
-        ours, theirs = lines(tmp_path / name)[-1], lines(tmp_path / "whole")[-1]
+        alike, other = (walked, "walked") if name.startswith("walking") else (whole, "whole")
+        close(found, weights(alike), rtol=2e-3, atol=2e-4)
+        ours, theirs = lines(tmp_path / name)[-1], lines(tmp_path / other)[-1]
         assert ours["heldout_length_block"] == pytest.approx(theirs["heldout_length_block"], rel=1e-3)
-        same_steps(tmp_path / name, tmp_path / "whole")
+        same_steps(tmp_path / name, tmp_path / other)
 
 
 def test_decoding_meanwhile_is_logged_and_changes_no_weight(tmp_path, data):
@@ -259,7 +266,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_what_is_left(tmp_path,
 
 def test_what_a_run_began_with_cannot_change_but_how_it_runs_can(tmp_path, data):
     train(data, tmp_path / "run", "optimizer.max_steps=2")
-    with pytest.raises(RecipeError, match=r"holds a run of something else: recipe\.objective, recipe\.annealing, recipe\.seed differ"):
+    with pytest.raises(
+        RecipeError, match=r"holds a run of something else: recipe\.objective, recipe\.annealing, recipe\.seed differ"
+    ):
         train(data, tmp_path / "run", "optimizer.max_steps=2", "objective.name=ce", "seed=1")
     train(
         data,

@@ -8,7 +8,7 @@ where they train, the head and the Markov factors. Gradients are ready after the
 
 import functools
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def fused_linear_objective(
     batch = _Batch(objective, target_hidden, target_head, labels, valid, chunk_blocks, stats, trains)
     with torch.autocast(draft_head.device.type, enabled=False):
         total, numerator, denominator = _FusedLinear.apply(draft_hidden, draft_head, prev, w2, batch)
-    return objective.value(numerator, denominator, total, batch.statistics)
+    return replace(objective.value(numerator, denominator, total, batch.statistics), survival=batch.survival)
 
 
 @dataclass
@@ -93,6 +93,7 @@ class _Batch:
     stats: bool
     trains: tuple[bool, ...]
     statistics: BlockStatistics | None = None
+    survival: Tensor | None = None
 
     def chunks(self, vocab_size: int, itemsize: int) -> list[slice]:
         """Return slices of whole blocks, as equal as they can be."""
@@ -118,7 +119,7 @@ class _FusedLinear(torch.autograd.Function):
         largest = max((c.stop - c.start for c in chunks), default=0) * batch.labels.shape[1]
         draft_buffer = head.new_empty(largest, head.shape[0])
         target_buffer = None if target is None else target.head.new_empty(largest, head.shape[0])
-        sums, statistics = [], []
+        sums, statistics, survival = [], [], []
         for chunk in chunks:
             draft_logits = draft.logits(chunk, draft_buffer)
             for bias, bias_head in zip(products[1:], bias_heads, strict=True):
@@ -132,11 +133,13 @@ class _FusedLinear(torch.autograd.Function):
             sums.append(torch.stack([numerator.detach(), denominator.detach()]))
             if batch.stats:
                 statistics.append(measure(blocks))
+                survival.append(blocks.log_sampled.detach().exp())
             if any(batch.trains):
                 gradient = blocks.rows.draft_gradient([numerator], [torch.ones_like(numerator)])
                 for product in products:
                     product.accumulate(gradient, chunk)
         batch.statistics = functools.reduce(operator.add, statistics) if statistics else _no_statistics(batch, head)
+        batch.survival = torch.cat(survival) if survival else None
         gradients = [g for product in products for g in (product.hidden_gradient, product.head_gradient)]
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [hidden.dtype, head.dtype, *(t.dtype for t in (prev, w2) if t is not None)]

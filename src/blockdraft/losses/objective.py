@@ -22,6 +22,8 @@ class ObjectiveValue:
         accumulation steps and processes. Only the numerator carries gradients.
     per_block: ``[N]`` the loss of each block alone, 0 where a block has no valid position.
     stats: acceptance statistics of the same blocks, where they were asked for.
+    survival: ``[N, B]`` with the statistics: a~_i = min(1, r_1, .., r_i), the chance that a round of block
+        verification which writes this very text keeps at least i of its tokens.
     """
 
     loss: Tensor
@@ -29,6 +31,7 @@ class ObjectiveValue:
     denominator: Tensor
     per_block: Tensor
     stats: BlockStatistics | None = None
+    survival: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from blockdraft.data import Batch
 from blockdraft.drafters import Drafter
-from blockdraft.losses import BlockStatistics, Objective, block_statistics, fused_linear_objective
+from blockdraft.losses import BlockStatistics, Objective, block_scores, block_statistics, fused_linear_objective
 from blockdraft.targets import Target, TargetOutput
 
 
@@ -22,8 +22,8 @@ class TrainingStep(nn.Module):
 
     def forward(
         self, batch: Batch, output: TargetOutput, objective: Objective
-    ) -> tuple[Tensor, Tensor, BlockStatistics]:
-        """Return the objective's numerator (with gradient) and denominator, and statistics of the batch's blocks."""
+    ) -> tuple[Tensor, Tensor, BlockStatistics, Tensor]:
+        """Return the objective's numerator (with gradient) and denominator, statistics, and survival ``[A, B]``."""
         assert output.features is not None
         with torch.autocast(batch.tokens.device.type, self.precision, enabled=self.precision != torch.float32):
             features = output.features if self.precision != torch.float32 else output.features.float()
@@ -36,11 +36,15 @@ class TrainingStep(nn.Module):
                 objective, hidden, target_hidden, head, head, batch.labels, batch.valid, markov
             )
             assert value.stats is not None
-            return value.numerator, value.denominator, value.stats
+            assert value.survival is not None
+            return value.numerator, value.denominator, value.stats, value.survival
         logits = hidden.to(self.target.dtype) @ head.T
         if markov is not None:
             logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
         target_logits = self.target.logits(target_hidden)
         value = objective(logits, target_logits, batch.labels, batch.valid)
         stats = block_statistics(logits, target_logits, batch.labels, batch.valid, temperature=objective.temperature)
-        return value.numerator, value.denominator, stats
+        log_sampled, _ = block_scores(
+            logits.detach(), target_logits, batch.labels, batch.valid, temperature=objective.temperature
+        )
+        return value.numerator, value.denominator, stats, log_sampled.exp()

@@ -1,0 +1,60 @@
+"""Muon: orthogonal updates by the definition, and every parameter in exactly one optimizer."""
+
+import math
+
+import pytest
+import torch
+
+from blockdraft.recipes.schema import OptimizerSection
+from blockdraft.training.optimizers import Muon, is_matrix, make_optimizers, orthogonalize
+
+from tiny import tiny_drafter, tiny_target
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (1, 5)])
+def test_singular_values_come_near_one_and_vectors_stay(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = orthogonalize(matrix)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    back = u.T @ found @ v.T  # diagonal, if the singular vectors are kept
+    torch.testing.assert_close(back, torch.diag(back.diag()), atol=1e-9, rtol=0)
+    large = s / s.norm() > 0.05
+    assert ((back.diag()[large] - 1).abs() < 0.35).all()
+    torch.testing.assert_close(found, reference(matrix), atol=1e-6, rtol=0)
+
+
+def reference(matrix, iterations=5):
+    """The quintic polynomial applied to the singular values, which is what the iteration does."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(iterations):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+def test_a_step_is_the_definition():
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(4, 7, generator=generator, dtype=torch.float64))
+    expected, momentum = weight.detach().clone(), torch.zeros(4, 7, dtype=torch.float64)
+    optimizer = Muon([weight], lr=0.1, weight_decay=0.3)
+    for _ in range(3):
+        gradient = torch.randn(4, 7, generator=generator, dtype=torch.float64)
+        weight.grad = gradient.clone()
+        optimizer.step()
+        momentum = 0.95 * momentum + gradient
+        update = reference(gradient + 0.95 * momentum)
+        expected = expected * (1 - 0.1 * 0.3) - 0.1 * 0.2 * math.sqrt(7) * update
+        torch.testing.assert_close(weight.detach(), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_every_parameter_has_one_optimizer_and_tables_are_left_to_adamw(kind):
+    drafter = tiny_drafter(kind, tiny_target())
+    muon, adamw = make_optimizers(drafter, OptimizerSection(name="muon"))
+    of = {id(p): o for o in (muon, adamw) for group in o.param_groups for p in group["params"]}
+    for name, parameter in drafter.named_parameters():
+        assert of.pop(id(parameter)) is (muon if is_matrix(name, parameter) else adamw), name
+    assert not of
+    assert is_matrix("fc.weight", drafter.fc.weight)
+    if kind == "dspark":
+        assert not is_matrix("markov_head.markov_w1.weight", drafter.markov_head.markov_w1.weight)
