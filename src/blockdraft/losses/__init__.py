@@ -1,14 +1,16 @@
 """This package holds the training objectives of block drafters, over full logits or fused with the head product.
 
 `scores` computes the quantities of the paper along target-generated blocks, `rows` the sums over the
-vocabulary below them, `token`, `bv` and `rivals` turn them into objectives, and `fused` does it all without a
-``[tokens, vocabulary]`` tensor. `reference` restates every objective as slow loops, for tests.
+vocabulary below them. `token`, `bv` and `rivals` turn them into objectives, `fused` evaluates these without a
+``[tokens, vocabulary]`` tensor, and `reduced` is for drafters over a part of the vocabulary. `reference`
+restates every objective as slow loops, for tests.
 """
 
 from blockdraft.losses.annealing import Annealing
 from blockdraft.losses.bv import BV, PrefixObjective, TokenBV, block_scores
 from blockdraft.losses.fused import fused_linear_objective
 from blockdraft.losses.objective import PAPER_SETTINGS, Objective, ObjectiveValue, objective, objective_names, register
+from blockdraft.losses.reduced import OUTSIDE, ReducedTarget, restrict_labels, restrict_target
 from blockdraft.losses.rivals import DPACE, E2ETV, DSpark, LKHybrid
 from blockdraft.losses.scores import Blocks
 from blockdraft.losses.statistics import BlockStatistics, block_statistics
@@ -21,6 +23,7 @@ __all__ = [
     "E2ETV",
     "KL",
     "LK",
+    "OUTSIDE",
     "PAPER_SETTINGS",
     "RKL",
     "TV",
@@ -32,6 +35,7 @@ __all__ = [
     "Objective",
     "ObjectiveValue",
     "PrefixObjective",
+    "ReducedTarget",
     "TokenBV",
     "TokenObjective",
     "block_scores",
@@ -40,4 +44,6 @@ __all__ = [
     "objective",
     "objective_names",
     "register",
+    "restrict_labels",
+    "restrict_target",
 ]

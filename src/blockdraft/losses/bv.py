@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.losses.objective import Objective, differentiate, register
+from blockdraft.losses.reduced import ReducedTarget
 from blockdraft.losses.scores import Blocks, finite_log
 
 BVForm = Literal["linear", "log", "population"]
@@ -41,6 +42,10 @@ class PrefixObjective(Objective):
 
     A floor passes no gradient to the scores below it. At initialisation most
     scores of a long block are far below 1e-6, so the ramp floor is off unless asked for.
+
+    Over a reduced draft vocabulary the sampled score of a label outside of it is zero whatever the drafter
+    does. It counts as zero wherever that is finite; at beta = 0 it is left out of the mean, and a log-form
+    block that has no other score and no floor is left out altogether.
     """
 
     form: BVForm = "log"
@@ -64,9 +69,8 @@ class PrefixObjective(Objective):
     def sums(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         log_scores = self.log_scores(blocks)
         if self.form == "log":
-            any_valid = (blocks.num_valid > 0).to(log_scores.dtype)
-            per_block = self._block_log(log_scores, blocks) if self.beta == 1 else self._annealed(log_scores, blocks)
-            return per_block * any_valid, any_valid
+            per_block, counts = (self._block_log if self.beta == 1 else self._annealed)(log_scores, blocks)
+            return torch.where(counts, per_block, 0), counts.to(log_scores.dtype)
         accepted = blocks.sum_over_valid(log_scores.exp())
         return (accepted if self.form == "population" else blocks.num_valid - accepted), blocks.num_valid
 
@@ -80,30 +84,48 @@ class PrefixObjective(Objective):
             return super().gradient_scale(numerator, denominator)
         return torch.where(denominator > 0, -1 / numerator.clamp(min=torch.finfo(numerator.dtype).tiny), 0)
 
-    def _block_log(self, log_scores: Tensor, blocks: Blocks) -> Tensor:
-        """Return log L - log sum_i score_i."""
+    def _block_log(self, log_scores: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Return log L - log sum_i score_i, and which blocks have one."""
         if self.summand_floor is not None:
             log_scores = log_scores.clamp(min=self.summand_floor)
-        log_length = torch.where(blocks.valid, log_scores, -math.inf).logsumexp(-1)
+        positive = blocks.valid & (log_scores.detach() > -math.inf)
+        counts, log_length = positive.any(-1), torch.where(positive, log_scores, -math.inf).logsumexp(-1)
         if self.length_floor is not None:
-            log_length = log_length.clamp(min=math.log(self.length_floor))
-        return torch.where(blocks.num_valid > 0, blocks.num_valid.clamp(min=1).log() - log_length, 0)
+            counts, log_length = blocks.num_valid > 0, log_length.clamp(min=math.log(self.length_floor))
+        return blocks.num_valid.clamp(min=1).log() - log_length, counts
 
-    def _annealed(self, log_scores: Tensor, blocks: Blocks) -> Tensor:
-        """Return -log of the power mean of exponent beta.
-
-        It is written about the largest log score m, -m - log1p(mean expm1(beta (x - m))) / beta,
-        which loses no digits as beta goes to 0. Its gradient is that of
-        eq. annealing_gradient: power weights times the gradients of -log score.
-        """
+    def _annealed(self, log_scores: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Return -log of the power mean of exponent beta (eq. annealing), and which blocks have one."""
         if self.ramp_floor is not None:
             log_scores = log_scores.clamp(min=math.log(self.ramp_floor))
-        if self.beta < torch.finfo(log_scores.dtype).eps ** 2:  # the limit, to all digits
-            return -blocks.mean_over_valid(log_scores)
-        largest = torch.where(blocks.valid, log_scores.detach(), -math.inf).amax(-1, keepdim=True)
-        largest = largest.clamp(min=torch.finfo(largest.dtype).min)
-        power = torch.expm1(self.beta * torch.where(blocks.valid, log_scores - largest, 0))
-        return -(largest.squeeze(-1) + torch.log1p(blocks.mean_over_valid(power)) / self.beta)
+        log_mean, counts = log_power_mean(log_scores, blocks.valid.to(log_scores.dtype), self.beta)
+        return -log_mean, counts
+
+
+def log_power_mean(log_scores: Tensor, weights: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return log [(sum_k w_k s_k^beta / sum_k w_k)^(1/beta)] over the last dimension, and where there is one.
+
+    It is written about the largest log score m, m + log1p(mean expm1(beta (x - m))) / beta,
+    which loses no digits as beta goes to 0. Its gradient is that of eq. annealing_gradient: power
+    weights times the gradients of log s.
+
+    Args:
+        log_scores: ``[..., K]``, -inf for a score of zero, which adds nothing to the sum. At beta = 0 the
+            mean would be zero for its sake, whatever the others are, so it is left out of the mean.
+        weights: ``[..., K]``, not negative; entries of weight zero are ignored.
+        beta: exponent, 0 <= beta <= 1.
+    """
+    positive = (weights > 0) & (log_scores.detach() > -math.inf)
+    exists = positive.any(-1)
+    if beta < torch.finfo(log_scores.dtype).eps ** 2:  # the limit, to all digits
+        weights = torch.where(positive, weights, 0)
+        total = torch.where(exists, weights.sum(-1), 1)
+        return (weights * torch.where(positive, log_scores, 0)).sum(-1) / total, exists
+    largest = torch.where(positive, log_scores.detach(), -math.inf).amax(-1, keepdim=True)
+    largest = largest.clamp(min=torch.finfo(largest.dtype).min)
+    power = torch.where(positive, torch.expm1(beta * torch.where(positive, log_scores - largest, 0)), -1)
+    mean = (weights * power).sum(-1) / torch.where(exists, weights.sum(-1), 1)
+    return largest.squeeze(-1) + torch.log1p(torch.where(exists, mean, 0)) / beta, exists
 
 
 @register
@@ -166,12 +188,14 @@ def block_scores(
     valid: Tensor | None = None,
     *,
     temperature: float = 1.0,
+    reduced: ReducedTarget | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log a~_i and log abar_i, ``[N, B]`` each, differentiable in the draft logits.
 
-    Invalid positions hold 0 and pass no gradient.
+    Invalid positions hold 0 and pass no gradient. Over a reduced draft vocabulary, log a~_i is -inf at a
+    label outside of it.
     """
-    blocks = Blocks(draft_logits, target_logits, labels, valid, temperature=temperature)
+    blocks = Blocks(draft_logits, target_logits, labels, valid, temperature=temperature, reduced=reduced)
 
     def scores(blocks: Blocks) -> tuple[Tensor, Tensor]:
         keep = blocks.valid

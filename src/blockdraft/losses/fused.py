@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.losses.objective import Objective, ObjectiveValue
+from blockdraft.losses.reduced import ReducedTarget
 from blockdraft.losses.rows import computing_dtype
 from blockdraft.losses.scores import Blocks, check_labels
 from blockdraft.losses.statistics import BlockStatistics, measure
@@ -35,6 +36,7 @@ def fused_linear_objective(
     chunk_blocks: int | None = None,
     *,
     stats: bool = True,
+    reduced: ReducedTarget | None = None,
 ) -> ObjectiveValue:
     """Evaluate ``objective`` on the logits ``draft_hidden @ draft_head.T`` and ``target_hidden @ target_head.T``.
 
@@ -50,6 +52,9 @@ def fused_linear_objective(
         chunk_blocks: blocks per chunk; by default what keeps one buffer below `CHUNK_BYTES`.
         stats: also return acceptance statistics from the same pass. Without them, an
             objective that needs no target (CE) takes None for the target's two arguments.
+        reduced: for a drafter over a reduced vocabulary D: the target's normaliser and argmax over its whole
+            vocabulary. ``draft_head`` is then ``[Vd, H]``, ``target_head`` the rows of D, ``markov`` has
+            ``w2 [Vd, r]``, and labels are indices into D (see `restrict_labels` and `restrict_target`).
 
     Returns:
         An `ObjectiveValue`; ``numerator`` and ``loss`` carry gradients, ``per_block`` does not.
@@ -68,13 +73,13 @@ def fused_linear_objective(
             raise ValueError("markov must be (prev_embedding [N, B, r], w2 [V, r]); one of them is None")
         _check(prev, w2, labels, "markov")
         _check_vocabulary(draft_head, w2)
-    check_labels(labels, valid, draft_head.shape[0])
+    check_labels(labels, valid, draft_head.shape[0], is_reduced=reduced is not None)
     if chunk_blocks is not None and chunk_blocks < 1:
         raise ValueError(f"chunk_blocks must be at least 1, got {chunk_blocks}")
     trains = tuple(
         torch.is_grad_enabled() and t is not None and t.requires_grad for t in (draft_hidden, draft_head, prev, w2)
     )
-    batch = _Batch(objective, target_hidden, target_head, labels, valid, chunk_blocks, stats, trains)
+    batch = _Batch(objective, target_hidden, target_head, labels, valid, reduced, chunk_blocks, stats, trains)
     with torch.autocast(draft_head.device.type, enabled=False):
         total, numerator, denominator = _FusedLinear.apply(draft_hidden, draft_head, prev, w2, batch)
     return replace(objective.value(numerator, denominator, total, batch.statistics), survival=batch.survival)
@@ -89,6 +94,7 @@ class _Batch:
     target_head: Tensor | None
     labels: Tensor
     valid: Tensor | None
+    reduced: ReducedTarget | None
     chunk_blocks: int | None
     stats: bool
     trains: tuple[bool, ...]
@@ -209,6 +215,7 @@ def _blocks(draft_logits: Tensor, target_logits: Tensor | None, batch: _Batch, c
         labels,
         None if batch.valid is None else batch.valid[chunk],
         temperature=batch.objective.temperature,
+        reduced=None if batch.reduced is None else batch.reduced[chunk],
         overwrite=True,
     )
 

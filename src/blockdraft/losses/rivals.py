@@ -1,6 +1,7 @@
 """This module holds objectives that others train block drafters with, so that studies can compare BV with them.
 
-The label y_i is the stored target-generated token everywhere, as in CE.
+The label y_i is the stored target-generated token everywhere, as in CE. Where it
+lies outside a reduced draft vocabulary, its cross-entropy counts as 0.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class DPACE(Objective):
         reach = torch.where(blocks.valid, confidence.cumprod(-1), 0)
         weight = reach.flip(-1).cumsum(-1).flip(-1)
         any_valid = (blocks.num_valid > 0).to(weight.dtype)
-        return blocks.sum_over_valid(-weight * blocks.log_q), any_valid
+        return blocks.sum_over_valid(weight * blocks.cross_entropy), any_valid
 
 
 @register
@@ -125,4 +126,4 @@ class DSpark(TokenObjective):
             )
 
     def position_loss(self, blocks: Blocks) -> Tensor:
-        return -self.ce_weight * blocks.log_q + self.l1_weight * 2 * (1 - blocks.overlap)
+        return self.ce_weight * blocks.cross_entropy + self.l1_weight * 2 * (1 - blocks.overlap)

@@ -60,6 +60,8 @@ class Rows:
         temperature: T of both distributions, p = softmax(target / T), q = softmax(draft / T).
         valid: ``[R]`` bool; rows outside it are replaced by uniform distributions,
             so that nothing in padding, NaN included, reaches a result.
+        target_log_z: ``[R]`` the target's log normaliser at this temperature, where these V tokens are
+            only a part of its vocabulary: log p = target / T - log_z, and p may sum to less than one.
         overwrite: reuse the storage of the logits (they must be float32 or float64).
     """
 
@@ -70,9 +72,11 @@ class Rows:
         *,
         temperature: float = 1.0,
         valid: Tensor | None = None,
+        target_log_z: Tensor | None = None,
         overwrite: bool = False,
     ) -> None:
         self.temperature = temperature
+        self._target_is_partial = target_log_z is not None
         self.num_rows, self.vocab_size = draft_logits.shape
         limit = CPU_TILE if draft_logits.device.type == "cpu" else ACCELERATOR_TILE
         self._tile_rows = max(1, limit // max(1, self.vocab_size))
@@ -80,8 +84,8 @@ class Rows:
         self._dtype, self._device = computing_dtype(draft_logits.dtype), draft_logits.device
         self._scratch: list[Tensor] = []
         self._invalid = None if valid is None else (~valid).unsqueeze(-1)
-        self.draft_log_probs = self._log_softmax(draft_logits)
-        self._target_log_probs = None if target_logits is None else self._log_softmax(target_logits)
+        self.draft_log_probs = self._log_probs(draft_logits)
+        self._target_log_probs = None if target_logits is None else self._log_probs(target_logits, target_log_z)
         self._terms: list[_Term] = []
         self._full_leaf: Tensor | None = None
 
@@ -142,13 +146,14 @@ class Rows:
         ]
 
     def kl(self) -> Tensor:
-        """Return KL(p || q) = sum_v p (log p - log q), ``[R]``."""
-        target_log_probs = self.target_log_probs
+        """Return KL(p || q) = sum_v p (log p - log q), ``[R]``; of a partial target, the sum over its part."""
+        target_log_probs, is_partial = self.target_log_probs, self._target_is_partial
         value = self._divergence(target_log_probs, self.draft_log_probs)
 
         def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
             p = torch.exp(target_log_probs[tile.rows], out=tile.free[0])
-            tile.out.addcmul_(tile.q, coefficient).addcmul_(p, coefficient, value=-1)
+            mass = coefficient * p.sum(-1, keepdim=True) if is_partial else coefficient
+            tile.out.addcmul_(tile.q, mass).addcmul_(p, coefficient, value=-1)
 
         return self._term(value, add_gradient)
 
@@ -164,9 +169,13 @@ class Rows:
 
         return self._term(value, add_gradient)
 
-    def argmax(self) -> tuple[Tensor, Tensor]:
-        """Return the draft's and the target's most probable tokens, ``[R]`` each."""
-        return _first_argmax(self.draft_log_probs), _first_argmax(self.target_log_probs)
+    def draft_argmax(self) -> Tensor:
+        """Return the draft's most probable tokens, ``[R]``."""
+        return _first_argmax(self.draft_log_probs)
+
+    def target_argmax(self) -> Tensor:
+        """Return the target's most probable tokens, ``[R]``, among these V."""
+        return _first_argmax(self.target_log_probs)
 
     @torch.no_grad()
     def draft_gradient(self, outputs: list[Tensor], grads: list[Tensor]) -> Tensor:
@@ -219,8 +228,11 @@ class Rows:
             rows = slice(start, min(start + self._tile_rows, self.num_rows))
             yield rows, [tile[: rows.stop - start] for tile in self._scratch[:num_scratch]]
 
-    def _log_softmax(self, logits: Tensor) -> Tensor:
-        """Return log-probabilities in float32 (float64 if given float64), made tile by tile."""
+    def _log_probs(self, logits: Tensor, log_z: Tensor | None = None) -> Tensor:
+        """Return log-probabilities in float32 (float64 if given float64), made tile by tile.
+
+        They are normalised by ``log_z`` ``[R]``, or by their own sum if it is None.
+        """
         logits = logits.detach()
         in_place = self._overwrite and logits.dtype == self._dtype
         result = logits if in_place else torch.empty_like(logits, dtype=self._dtype)
@@ -228,9 +240,12 @@ class Rows:
             tile.copy_(logits[rows])
             if self.temperature != 1:
                 tile.div_(self.temperature)
-            tile.sub_(tile.amax(-1, keepdim=True))
-            # sum() adds pairwise; over 150,000 terms in float32 that is worth a digit over torch.log_softmax
-            tile.sub_(torch.exp(tile, out=scratch).sum(-1, keepdim=True).log_())
+            if log_z is not None:
+                tile.sub_(log_z[rows, None].to(self._dtype))
+            else:
+                tile.sub_(tile.amax(-1, keepdim=True))
+                # sum() adds pairwise; over 150,000 terms in float32 that is worth a digit over torch.log_softmax
+                tile.sub_(torch.exp(tile, out=scratch).sum(-1, keepdim=True).log_())
             if self._invalid is not None:
                 tile.masked_fill_(self._invalid[rows], -math.log(self.vocab_size))
             result[rows] = tile

@@ -5,12 +5,14 @@ target, all conditionals evaluated on y's own prefixes. Everything is ``[N, B]``
 and lives in log space, in float32 (float64 for float64 logits).
 """
 
+import math
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from blockdraft.losses.rows import Rows
+from blockdraft.losses.reduced import OUTSIDE, ReducedTarget
+from blockdraft.losses.rows import LOG_ZERO, Rows
 
 
 class Blocks:
@@ -22,7 +24,14 @@ class Blocks:
         valid: ``[N, B]`` bool, a contiguous prefix of every block, or None for all.
             Labels and logits outside it may hold anything.
         temperature: of p and q alike.
+        reduced: what is known of the target beyond a reduced draft vocabulary (see
+            `blockdraft.losses.reduced`). Logits and labels are then those of this vocabulary, and the
+            last valid label of a block may be `OUTSIDE`.
         overwrite: reuse the storage of the logits; for callers that own them.
+
+    Attributes:
+        labels, valid: as given, labels with zeros where they are not valid.
+        inside: ``[N, B]`` bool, the valid positions whose label the drafter can draft.
     """
 
     def __init__(
@@ -33,18 +42,28 @@ class Blocks:
         valid: Tensor | None = None,
         *,
         temperature: float = 1.0,
+        reduced: ReducedTarget | None = None,
         overwrite: bool = False,
     ) -> None:
         check_logits(draft_logits, target_logits, labels)
         self.num_blocks, self.block_size, vocab_size = draft_logits.shape
-        self.valid, labels = check_labels(labels, valid, vocab_size)
-        self._flat_labels = labels.reshape(-1)
-        self.labels = labels
+        self.valid, self.labels = check_labels(labels, valid, vocab_size, is_reduced=reduced is not None)
+        self._outside = None if reduced is None else self.labels == OUTSIDE
+        self.inside = self.valid if self._outside is None else self.valid & ~self._outside
+        self._flat_labels = self.labels.clamp(min=0).reshape(-1)
+        log_z = None
+        if reduced is not None:
+            reduced.check(labels, temperature)
+            if target_logits is not None and reduced.log_z is None:
+                raise ValueError("a reduced draft vocabulary needs log_z, the target's normaliser over all of its own")
+            log_z = None if target_logits is None else reduced.log_z
+        self._reduced = reduced
         self.rows = Rows(
             draft_logits.reshape(-1, vocab_size),
             None if target_logits is None else target_logits.reshape(-1, vocab_size),
             temperature=temperature,
             valid=None if valid is None else self.valid.reshape(-1),
+            target_log_z=None if log_z is None else log_z.reshape(-1),
             overwrite=overwrite,
         )
 
@@ -57,17 +76,22 @@ class Blocks:
 
     @cached_property
     def log_q(self) -> Tensor:
-        """Give log q_i(y_i)."""
-        return self._per_block(self.rows.draft_label(self._flat_labels))
+        """Give log q_i(y_i), `LOG_ZERO` where the label lies outside the drafter's vocabulary."""
+        return self._unless_outside(self._per_block(self.rows.draft_label(self._flat_labels)), LOG_ZERO)
 
     @cached_property
     def log_p(self) -> Tensor:
-        """Give log p_i(y_i)."""
-        return self._per_block(self.rows.target_label(self._flat_labels))
+        """Give log p_i(y_i), 0 where the label lies outside the drafter's vocabulary: it is not known there."""
+        return self._unless_outside(self._per_block(self.rows.target_label(self._flat_labels)), 0.0)
+
+    @cached_property
+    def cross_entropy(self) -> Tensor:
+        """Give -log q_i(y_i), 0 where the label lies outside the drafter's vocabulary and no drafter is finite."""
+        return -self._unless_outside(self.log_q, 0.0)
 
     @cached_property
     def kl(self) -> Tensor:
-        """Give KL(p_i || q_i)."""
+        """Give KL(p_i || q_i); over a reduced vocabulary D the sum over D, since the rest is infinite for every q."""
         return self._per_block(self.rows.kl())
 
     @cached_property
@@ -83,9 +107,17 @@ class Blocks:
     # Prefixes
 
     @cached_property
+    def log_ratio(self) -> Tensor:
+        """Give log q_i(y_i) - log p_i(y_i), 0 where the label lies outside the drafter's vocabulary."""
+        return self._unless_outside(self.log_q - self.log_p, 0.0)
+
+    @cached_property
     def log_r(self) -> Tensor:
-        """Give log r_i = sum_{j<=i} log q_j(y_j) - log p_j(y_j)   (eq. prefix_states)."""
-        return (self.log_q - self.log_p).cumsum(-1)
+        """Give log r_i = sum_{j<=i} log q_j(y_j) - log p_j(y_j)   (eq. prefix_states).
+
+        A label outside the drafter's vocabulary, where r is 0, adds nothing: no later position of its block is valid.
+        """
+        return self.log_ratio.cumsum(-1)
 
     @cached_property
     def active_prefix(self) -> Tensor:
@@ -97,8 +129,11 @@ class Blocks:
 
     @cached_property
     def log_sampled(self) -> Tensor:
-        """Give log a~_i, with a~_i = min(1, r_1, .., r_i)   (eq. acceptance_score)."""
-        return _after_start(self.log_r).gather(-1, self.active_prefix)
+        """Give log a~_i, with a~_i = min(1, r_1, .., r_i)   (eq. acceptance_score).
+
+        It is -inf where the label lies outside the drafter's vocabulary.
+        """
+        return self._unless_outside(self._log_lowest, -math.inf)
 
     @cached_property
     def log_state(self) -> Tensor:
@@ -108,7 +143,7 @@ class Blocks:
         its limit by no more than the target mass on tokens with q(v) < e^-40 p(v).
         """
         lowest = -300.0 if self.log_r.dtype == torch.float64 else -40.0
-        return _before(self.log_sampled - self.log_r).clamp(min=lowest)
+        return _before(self._log_lowest - self.log_r).clamp(min=lowest)
 
     @cached_property
     def log_integrated(self) -> Tensor:
@@ -117,7 +152,7 @@ class Blocks:
         It is computed as a~_{i-1} S(a_{i-1}; p_i, q_i) / a_{i-1}, which stays at most one, up to
         rounding, however large r_{i-1} is.
         """
-        return _before(self.log_sampled) + finite_log(self._overlaps[1]) - self.log_state
+        return _before(self._log_lowest) + finite_log(self._overlaps[1]) - self.log_state
 
     @cached_property
     def log_token(self) -> Tensor:
@@ -125,9 +160,30 @@ class Blocks:
 
         This is the unbiased counterpart of abar_i for token verification.
         """
-        log_ratio = self.log_q - self.log_p
-        kept = torch.where(log_ratio < 0, log_ratio, 0).cumsum(-1)  # at a tie no gradient, as in `active_prefix`
+        ratio = self.log_ratio
+        kept = torch.where(ratio < 0, ratio, 0).cumsum(-1)  # at a tie no gradient, as in `active_prefix`
         return _before(kept) + finite_log(self.overlap)
+
+    # Greedy choices
+
+    @cached_property
+    def draft_argmax(self) -> Tensor:
+        """Give the drafter's most probable token."""
+        return self._per_block(self.rows.draft_argmax())
+
+    @cached_property
+    def target_argmax(self) -> Tensor:
+        """Give the target's most probable token, `OUTSIDE` where the drafter's vocabulary lacks it."""
+        if self._reduced is None:
+            return self._per_block(self.rows.target_argmax())
+        if self._reduced.argmax is None:
+            raise ValueError(
+                "greedy statistics over a reduced draft vocabulary need ReducedTarget.argmax: "
+                "the target's most probable token may lie outside of it"
+            )
+        return self._reduced.argmax
+
+    # Sums
 
     def mean_over_valid(self, values: Tensor) -> Tensor:
         """Return the mean ``[N]`` of ``values`` over each block's valid positions, 0 for an empty block."""
@@ -138,6 +194,11 @@ class Blocks:
         return torch.where(self.valid, values, 0).sum(-1)
 
     @cached_property
+    def _log_lowest(self) -> Tensor:
+        """Give log min(1, r_1, .., r_i) at the active prefix."""
+        return _after_start(self.log_r).gather(-1, self.active_prefix)
+
+    @cached_property
     def _overlaps(self) -> list[Tensor]:
         """Take S(1; p_i, q_i) and S(a_{i-1}; p_i, q_i) in one sweep over the vocabulary."""
         state = self.log_state.exp().reshape(-1)
@@ -145,6 +206,9 @@ class Blocks:
 
     def _per_block(self, values: Tensor) -> Tensor:
         return values.view(self.num_blocks, self.block_size)
+
+    def _unless_outside(self, values: Tensor, otherwise: float) -> Tensor:
+        return values if self._outside is None else torch.where(self._outside, otherwise, values)
 
 
 def finite_log(x: Tensor) -> Tensor:
@@ -164,7 +228,9 @@ def check_logits(draft_logits: Tensor, target_logits: Tensor | None, labels: Ten
         raise ValueError(f"labels must be [N, B] = {list(draft_logits.shape[:2])}, got {list(labels.shape)}")
 
 
-def check_labels(labels: Tensor, valid: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
+def check_labels(
+    labels: Tensor, valid: Tensor | None, vocab_size: int, *, is_reduced: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the mask, all true if None, and the labels with zeros outside it; refuse holes and foreign labels."""
     if valid is None:
         valid = torch.ones_like(labels, dtype=torch.bool)
@@ -175,7 +241,16 @@ def check_labels(labels: Tensor, valid: Tensor | None, vocab_size: int) -> tuple
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels must be token ids, got {labels.dtype}")
     labels = torch.where(valid, labels, 0).long()
-    if bool(((labels < 0) | (labels >= vocab_size)).any()):
+    known = (labels >= 0) & (labels < vocab_size)
+    if is_reduced:
+        outside = labels == OUTSIDE
+        if bool((outside[:, :-1] & valid[:, 1:]).any()):
+            raise ValueError(
+                f"a label outside the draft vocabulary ({OUTSIDE}) must be the last valid one of its block: "
+                "no later token can be drafted; see restrict_labels"
+            )
+        known |= outside
+    if not bool(known.all()):
         raise ValueError(f"a label at a valid position lies outside the vocabulary of {vocab_size}")
     return valid, labels
 

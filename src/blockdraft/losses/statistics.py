@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from blockdraft.losses.reduced import ReducedTarget
 from blockdraft.losses.scores import Blocks
 
 
@@ -22,6 +23,9 @@ class BlockStatistics:
             own greedy paths; on sampled paths the later prefixes are not those of greedy decoding.
     accuracy: ``[B]`` positions where argmax q is the stored token (the paper's token accuracy).
     agreement: ``[B]`` positions where argmax q is argmax p.
+
+    Over a reduced draft vocabulary all of it is exact as well: a prefix that holds a token which cannot be
+    drafted is never kept, so the positions behind a label outside of it, which are masked, would add nothing.
     """
 
     num_blocks: Tensor
@@ -64,8 +68,7 @@ class BlockStatistics:
 def measure(blocks: Blocks) -> BlockStatistics:
     """Return the statistics of these blocks, reusing whatever an objective has computed on them."""
     valid, dtype = blocks.valid, blocks.num_valid.dtype
-    draft_argmax, target_argmax = (argmax.view_as(blocks.labels) for argmax in blocks.rows.argmax())
-    agrees = draft_argmax == target_argmax
+    agrees = blocks.draft_argmax == blocks.target_argmax
 
     def total(values: Tensor) -> Tensor:
         return torch.where(valid, values.detach().to(dtype), 0).sum(0)
@@ -76,7 +79,7 @@ def measure(blocks: Blocks) -> BlockStatistics:
         greedy=total(agrees.to(dtype).cumprod(-1)),
         token=total(blocks.log_token.exp()),
         block=total(blocks.log_integrated.exp()),
-        accuracy=total(draft_argmax == blocks.labels),
+        accuracy=total(blocks.draft_argmax == blocks.labels),
         agreement=total(agrees),
     )
 
@@ -88,6 +91,8 @@ def block_statistics(
     valid: Tensor | None = None,
     *,
     temperature: float = 1.0,
+    reduced: ReducedTarget | None = None,
 ) -> BlockStatistics:
     """Return expected accepted lengths and agreement on ``[N, B, V]`` logits along target-generated labels."""
-    return measure(Blocks(draft_logits.detach(), target_logits.detach(), labels, valid, temperature=temperature))
+    logits = draft_logits.detach(), target_logits.detach()
+    return measure(Blocks(*logits, labels, valid, temperature=temperature, reduced=reduced))

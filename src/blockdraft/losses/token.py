@@ -35,10 +35,14 @@ class TokenObjective(Objective):
     def position_loss(self, blocks: Blocks) -> Tensor:
         """Return the loss l_i of every position, ``[N, B]``."""
 
+    def counted(self, blocks: Blocks) -> Tensor:
+        """Return the positions that count, ``[N, B]`` bool: the valid ones, unless a subclass says otherwise."""
+        return blocks.valid
+
     def sums(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        loss = self.position_loss(blocks)
-        weight = position_weights(blocks.block_size, self.eta, loss)
-        return blocks.sum_over_valid(weight * loss), blocks.sum_over_valid(weight.expand_as(loss))
+        loss, counted = self.position_loss(blocks), self.counted(blocks)
+        weight = torch.where(counted, position_weights(blocks.block_size, self.eta, loss), 0)
+        return (torch.where(counted, loss, 0) * weight).sum(-1), weight.sum(-1)
 
 
 def position_weights(block_size: int, eta: float, like: Tensor) -> Tensor:
@@ -50,19 +54,29 @@ def position_weights(block_size: int, eta: float, like: Tensor) -> Tensor:
 @register
 @dataclass(frozen=True, kw_only=True)
 class CE(TokenObjective):
-    """CE is -log q_i(y_i), y_i the stored token that the target generated (not the target's argmax)."""
+    """CE is -log q_i(y_i), y_i the stored token that the target generated (not the target's argmax).
+
+    A label outside a reduced draft vocabulary is left out of both sums.
+    """
 
     name: ClassVar[str] = "ce"
     needs_target: ClassVar[bool] = False
 
     def position_loss(self, blocks: Blocks) -> Tensor:
-        return -blocks.log_q
+        return blocks.cross_entropy
+
+    def counted(self, blocks: Blocks) -> Tensor:
+        return blocks.inside
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
 class KL(TokenObjective):
-    """KL is sum_v p_i log(p_i / q_i)."""
+    """KL is sum_v p_i log(p_i / q_i).
+
+    Over a reduced draft vocabulary D it is the sum over D, not renormalised: its minimum, at q = p / sum_D p,
+    is sum_D p log sum_D p, a little below zero.
+    """
 
     name: ClassVar[str] = "kl"
 
