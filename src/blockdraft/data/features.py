@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.batches import Batch, pack
-from blockdraft.data.paths import TextDataset
-from blockdraft.data.store import DataError, check_shards, refuse_other_identity, writing
+from blockdraft.data.manifest import DataError, refuse_other_identity
+from blockdraft.data.store import TextDataset, check_files, writing
 from blockdraft.files import atomic_write, sha256
 from blockdraft.targets import Target, TargetOutput, fingerprint
 
@@ -55,7 +55,7 @@ class CachedFeatures(Features):
         wanted = len(_files(paths))
         if len(index["shards"]) != wanted:
             raise DataError(f"{folder} has {len(index['shards'])} of {wanted} files; build the cache to its end first")
-        check_shards(self.folder, index, REPAIR)
+        check_files(self.folder, _checksums(index), REPAIR)
         self.width = (1 + len(layers)) * target.hidden_size
         self.device, self.dtype = target.device, target.dtype
         self._maps = [np.load(self.folder / name, mmap_mode="r") for name in sorted(index["shards"])]
@@ -111,7 +111,7 @@ def build_cache(
         if (folder / INDEX).exists():
             index = _read_index(folder)
             refuse_other_identity(folder, index["identity"], identity)
-            check_shards(folder, index, REPAIR)
+            check_files(folder, _checksums(index), REPAIR)
         for number, texts in enumerate(_files(paths)):
             name = f"features-{number:05d}.npy"
             if name not in index["shards"]:
@@ -155,6 +155,10 @@ def _run(target: Target, paths: TextDataset, texts: range, layers: Sequence[int]
 
 def _files(paths: TextDataset) -> list[range]:
     return [range(start, min(start + TEXTS_PER_FILE, len(paths))) for start in range(0, len(paths), TEXTS_PER_FILE)]
+
+
+def _checksums(index: dict[str, Any]) -> dict[str, str]:
+    return {name: entry["sha256"] for name, entry in index["shards"].items()}
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

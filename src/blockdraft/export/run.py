@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockdraft.data.store import MANIFEST
+from blockdraft.data import DataError, Manifest, read_manifest
 from blockdraft.files import complete_lines
 
 
@@ -22,7 +22,7 @@ class RunFacts:
     about: dict[str, Any] | None = None
     step: int | None = None
     measured: dict[str, float] | None = None
-    data: dict[str, Any] | None = None
+    data: Manifest | None = None
 
     @property
     def target(self) -> str | None:
@@ -39,8 +39,7 @@ def run_facts(checkpoint: str | Path) -> RunFacts:
         return RunFacts()
     step = int(folder.name)
     path = about["recipe"]["data"]["path"]
-    data = None if path is None else _json(Path(path) / MANIFEST)
-    return RunFacts(about, step, _measured(run / "metrics.jsonl", step), data)
+    return RunFacts(about, step, _measured(run / "metrics.jsonl", step), None if path is None else _manifest(path))
 
 
 def _measured(file: Path, step: int) -> dict[str, float] | None:
@@ -50,6 +49,13 @@ def _measured(file: Path, step: int) -> dict[str, float] | None:
         if metrics.get("step") == step and "heldout_length_block" in metrics:
             return {name: value for name, value in metrics.items() if name.startswith("heldout_")}
     return None
+
+
+def _manifest(folder: str) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except DataError:
+        return None
 
 
 def _json(file: Path) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import blockdraft
-from blockdraft.data import BatchSampler, CachedFeatures, Features, OnlineFeatures, build_cache, open_dataset
+from blockdraft.data import BatchSampler, CachedFeatures, Features, Manifest, OnlineFeatures, build_cache, open_dataset
 from blockdraft.data.features import refuse_large_cache
 from blockdraft.distributed import Distributed, shard
 from blockdraft.errors import BlockdraftError
 from blockdraft.files import atomic_write, exclusive
 from blockdraft.losses import Annealing
-from blockdraft.targets import Target, fingerprint
+from blockdraft.targets import Sampling, Target, fingerprint
 from blockdraft.training.allocator import keep_freed_memory
 from blockdraft.training.checkpoints import Checkpoints, truncate_metrics
 from blockdraft.training.decoded import Decoded
@@ -332,14 +332,13 @@ class Trainer:
             logs.write(metrics)
 
 
-def _refuse_other_law(recipe: Recipe, manifest: dict[str, Any]) -> None:
-    """BV's identity needs paths drawn from the law whose ratios are trained."""
-    identity = manifest["identity"]
-    law = {key: identity[key] for key in ("temperature", "top_k", "top_p")}
+def _refuse_other_law(recipe: Recipe, manifest: Manifest | None) -> None:
+    """Raise if the texts were not sampled from the distribution whose ratios are trained: BV's identity needs that."""
     temperature = recipe.make_objective().temperature
-    if law != {"temperature": temperature, "top_k": 0, "top_p": 1.0}:
+    if manifest is not None and manifest.identity.sampling != Sampling(temperature):
+        sampled = asdict(manifest.identity.sampling)
         raise RecipeError(
-            f"{recipe.data.path} was sampled with {law}, the objective assumes temperature {temperature:g} "
+            f"{recipe.data.path} was sampled with {sampled}, the objective assumes temperature {temperature:g} "
             "over the whole vocabulary; regenerate the data so"
         )
 
