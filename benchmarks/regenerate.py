@@ -40,9 +40,9 @@ def prompts(target: Target, num: int) -> list[Prompt]:
 
 def ours(target: Target, found: list[Prompt], batch_size: int, seed: int) -> tuple[int, float]:
     settings = GenerationSettings(max_new_tokens=BUDGET, max_length=768, seed=seed)
-    dialogues = [Conversation(prompt, index, target, settings) for index, prompt in enumerate(found)]
+    conversations = [Conversation(prompt, target, settings) for prompt in found]
     start = time.perf_counter()
-    num_tokens = sum(each.num_tokens for each in LocalEngine(target, settings, batch_size).run(dialogues))
+    num_tokens = sum(each.num_tokens for each in LocalEngine(target, batch_size).run(conversations))
     return num_tokens, time.perf_counter() - start
 
 

@@ -9,7 +9,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.data import Batch, Conversation, Engine, Features, GenerationSettings, Prompt, regenerate
-from blockdraft.targets import Target, TargetOutput, load_target
+from blockdraft.targets import Sampling, Target, TargetOutput, load_target
 from blockdraft.targets.attention import span_positions
 from blockdraft.training import Trainer, load_recipe, step, trainer
 
@@ -35,13 +35,16 @@ SQUARE = 1536
 class Dice(Engine):
     """Responses of random tokens and random lengths."""
 
-    name, by_shard = "dice", True
+    name, repeatable = "dice", True
 
-    def run(self, dialogues: Sequence[Conversation]) -> Iterator[Conversation]:
-        for dialogue in dialogues:
-            rng = np.random.default_rng(dialogue.index)
-            dialogue.answer(rng.integers(100, dialogue.target.vocab_size, rng.integers(*RESPONSE)).tolist())
-            yield dialogue
+    def prepare(self, target: Target, sampling: Sampling) -> None:
+        pass
+
+    def run(self, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+        for each in conversations:
+            rng = np.random.default_rng(each.index)
+            each.answer(rng.integers(100, each.target.vocab_size, rng.integers(*RESPONSE)).tolist())
+            yield each
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -52,7 +55,7 @@ def make_data(folder: Path, target: Target, num: int) -> None:
     rng = np.random.default_rng(0)
     words = ["river", "stone", "light", "garden", "engine", "letter", "winter", "market"]
     prompts = [Prompt(f"p{i}", (" ".join(rng.choice(words, rng.integers(*PROMPT) // 2)),)) for i in range(num)]
-    regenerate(prompts, target, Dice(), GenerationSettings(max_length=768), folder)
+    regenerate(prompts, target, GenerationSettings(max_length=768), folder, engine=Dice())
 
 
 class Clock:

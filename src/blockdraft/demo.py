@@ -18,7 +18,6 @@ import torch
 
 from blockdraft.data import (
     GenerationSettings,
-    LocalEngine,
     build_cache,
     open_dataset,
     read_prompts,
@@ -118,9 +117,7 @@ class Demo:
             done += conversations
             self.on_progress("data: the target answers", done, self.size.num_prompts, tokens if new else 0)
 
-        engine = LocalEngine(target, settings)
-        prompts = read_prompts(file)
-        regenerate(prompts, target, engine, settings, self.out / "data", shard_size=200, on_progress=count)
+        regenerate(read_prompts(file), target, settings, self.out / "data", shard_size=200, on_progress=count)
 
     def _features(self, target: Target) -> None:
         """What the drafters read of the target, computed once for both."""

@@ -24,7 +24,7 @@ def make_data(folder, model=None, num=36, **changes):
     model = model or target()
     settings = GenerationSettings(max_new_tokens=16, max_length=60, **changes)
     prompts = [Prompt(f"p{i}", (f"w{5 + i % 30} w{6 + i % 7}",)) for i in range(num)]
-    regenerate(prompts, model, LocalEngine(model, settings, 8), settings, folder, shard_size=20)
+    regenerate(prompts, model, settings, folder, engine=LocalEngine(model, 8), shard_size=20)
     return folder
 
 

@@ -76,7 +76,7 @@ def prompts(
 def regenerate(
     target: Annotated[str, typer.Option(help="pocket, smollm2, a Hugging Face id or a folder.")],
     prompts: Annotated[Path, typer.Option(help="JSON lines, as `data prompts` writes them.")],
-    out: Annotated[Path, typer.Option(help="The data folder: new, or one to go on with.")],
+    out: Annotated[Path, typer.Option(help="The data folder: a new one, or an unfinished one to resume.")],
     engine: Annotated[
         str | None, typer.Option(help="local (the target runs here) or server; server if --server is given.")
     ] = None,
@@ -95,6 +95,8 @@ def regenerate(
     model: Annotated[str | None, typer.Option(help="The servers' name for the target, if they list several.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at each server.")] = 64,
     api_key_variable: Annotated[str | None, typer.Option(help="Environment variable with the servers' key.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one request to a server may take.")] = 600.0,
+    retries: Annotated[int, typer.Option(min=0, help="Further attempts after a request that failed.")] = 5,
     batch_size: Annotated[int, typer.Option(min=1, help="Responses side by side (local).")] = 64,
     shard_size: Annotated[int, typer.Option(min=1, help="Conversations per shard.")] = 512,
     device: Device = "cpu",
@@ -103,12 +105,11 @@ def regenerate(
 ) -> None:
     """Sample the target's own responses to prompts, every turn of a conversation on top of its own history.
 
-    Stop it at any moment; the same command goes on.
+    Stop it at any moment: the same command resumes.
     """
     from blockdraft.cli.progress import Bar
     from blockdraft.data import Engine, GenerationSettings, LocalEngine, ServerEngine, read_prompts
     from blockdraft.data import regenerate as run
-    from blockdraft.data.store import totals
     from blockdraft.targets import Sampling, load_target
 
     engine = engine or ("server" if server else "local")
@@ -118,15 +119,14 @@ def regenerate(
         raise typer.BadParameter("the engine server, and no other, needs the URL of one", param_hint="--server")
     chosen = read_prompts(prompts)[:limit]
     loaded = load_target(target, device=device, dtype=precision(dtype))
-    longest = getattr(loaded.config, "max_position_embeddings", None) or 3072
-    settings = GenerationSettings(
-        Sampling(temperature, top_k, top_p), max_new_tokens, max_length or min(3072, longest), seed
-    )
-    sampler: Engine = LocalEngine(loaded, settings, batch_size)
+    longest = max_length or min(3072, loaded.context_length or 3072)
+    settings = GenerationSettings(Sampling(temperature, top_k, top_p), max_new_tokens, longest, seed)
+    sampler: Engine = LocalEngine(loaded, batch_size)
     if server:
         sampler = ServerEngine(
-            server, loaded, settings, concurrency=concurrency, model=model, key_variable=api_key_variable
-        )
+            server, concurrency=concurrency, timeout=timeout, retries=retries, model=model,
+            key_variable=api_key_variable,
+        )  # fmt: skip
     with Bar(f"{target}, {engine}", len(chosen)) as bar:
 
         def count(conversations: int, num_tokens: int, new: bool) -> None:
@@ -135,8 +135,8 @@ def regenerate(
             else:
                 bar.skip(conversations)
 
-        manifest = run(chosen, loaded, sampler, settings, out, shard_size=shard_size, on_progress=count)
-    _show_counts(out, totals(manifest), as_json=as_json)
+        manifest = run(chosen, loaded, settings, out, engine=sampler, shard_size=shard_size, on_progress=count)
+    _show_counts(out, manifest.totals.model_dump(), as_json=as_json)
 
 
 @data.command()
@@ -156,12 +156,11 @@ def inspect(
     Exits with 2 if they do not.
     """
     from blockdraft.cli.inspection import DataSummary
-    from blockdraft.data import DataError, check_sampling, open_dataset
-    from blockdraft.data.store import read_manifest
+    from blockdraft.data import DataError, check_sampling, open_dataset, read_manifest
     from blockdraft.targets import load_target
 
     manifest = read_manifest(folder)
-    model = load_target(target or manifest["about"]["target"], device=device, dtype=precision(dtype))
+    model = load_target(target or manifest.about.target, device=device, dtype=precision(dtype))
     paths = open_dataset(folder, model, partial=True)
     if len(paths) == 0:
         raise DataError(f"{folder} has no rows yet")

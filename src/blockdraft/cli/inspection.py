@@ -10,27 +10,27 @@ from rich.table import Table
 from rich.text import Text
 
 from blockdraft.data import SamplingCheck, TextDataset
-from blockdraft.data.store import totals
 from blockdraft.targets import Target
 
-QUANTILES = {"shortest": 0.0, "a tenth below": 0.1, "half below": 0.5, "nine tenths below": 0.9, "longest": 1.0}
+QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 
 class DataSummary:
     """Counts, lengths, samples, and the check of the law."""
 
     def __init__(self, folder: Path, paths: TextDataset, target: Target, law: SamplingCheck | None) -> None:
-        self.folder, self.paths, self.target, self.law = folder, paths, target, law
+        assert paths.manifest is not None
+        self.folder, self.paths, self.manifest, self.target, self.law = folder, paths, paths.manifest, target, law
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        manifest = self.paths.manifest
+        manifest = self.manifest
         law = None if self.law is None else asdict(self.law) | {"plain": self.law.plain, "verdict": self.law.verdict}
         return {
-            "about": manifest["about"],
-            "identity": manifest["identity"],
-            "complete": manifest["complete"],
-            "counts": totals(manifest),
+            "about": manifest.about.model_dump(),
+            "identity": manifest.identity.to_dict(),
+            "complete": manifest.complete,
+            "counts": manifest.totals.model_dump(),
             "lengths": self.lengths(),
             "law": law,
         }
@@ -47,20 +47,20 @@ class DataSummary:
         """Print it."""
         console = Console(highlight=False, markup=False, soft_wrap=True)
         self._samples(console, num_samples, seed)
-        manifest = self.paths.manifest
-        counts, identity = totals(manifest), manifest["identity"]
-        state = "complete" if manifest["complete"] else f"{len(manifest['shards'])} of {manifest['num_shards']} shards"
+        manifest, counts = self.manifest, self.manifest.totals
+        state = "complete" if manifest.complete else f"{len(manifest.shards)} of {manifest.num_shards} shards"
         console.print(f"{self.folder}: {state}, every checksum right", style="bold")
         law = ", ".join(
-            f"{name} {identity[name]}" for name in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
+            f"{name} {getattr(manifest.identity, name)}"
+            for name in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
         )
         console.print(
-            f"target {manifest['about']['target']} ({identity['target']}), engine {identity['engine']['name']}"
+            f"target {manifest.about.target} ({manifest.identity.target}), engine {manifest.identity.engine.name}"
         )
         console.print(f"said to be sampled with {law}")
-        reasons = ", ".join(f"{num:,} {reason}" for reason, num in counts["finish_reasons"].items())
-        console.print(f"{counts['rows']:,} rows ({reasons}), {counts['response_tokens']:,} response tokens")
-        for reason, num in counts["dropped"].items():
+        reasons = ", ".join(f"{num:,} {reason}" for reason, num in counts.finish_reasons.items())
+        console.print(f"{counts.rows:,} rows ({reasons}), {counts.response_tokens:,} response tokens")
+        for reason, num in counts.dropped.items():
             console.print(f"{num:,} conversations not answered to their end: {reason}")
         table = Table("tokens", *QUANTILES, box=None, pad_edge=False, header_style="bold")
         for name, values in self.lengths().items():

@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,15 +53,15 @@ def estimate(
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes and counts as JSON to stdout.")] = False,
 ) -> None:
     """What a recipe will take: disk, memory per device, tokens and steps. Nothing is loaded or launched."""
-    from blockdraft.data.store import read_manifest, totals
+    from blockdraft.data import read_manifest
     from blockdraft.recipes import load_recipe
     from blockdraft.training import estimate as compute
 
     loaded = load_recipe(recipe, assignments)
     if loaded.data.path is not None:
-        counts = totals(read_manifest(Path(loaded.data.path)))
-        texts = max(1, counts["rows"])
-        tokens_per_text = (counts["prompt_tokens"] + counts["response_tokens"]) / texts
+        counts = read_manifest(loaded.data.path).totals
+        texts = max(1, counts.rows)
+        tokens_per_text = (counts.prompt_tokens + counts.response_tokens) / texts
     found = compute(loaded, num_devices=devices, num_texts=texts, tokens_per_text=tokens_per_text)
     if as_json:
         json.dump(asdict(found) | {"device_bytes": found.device_bytes}, sys.stdout, indent=2)

@@ -1,17 +1,15 @@
 """Training data from the target itself: prompts, regenerated responses, batches of blocks."""
 
 from blockdraft.data.batches import Batch, BatchSampler, TextAnchors, collate, partition
-from blockdraft.data.dialogue import Completion, Conversation, GenerationSettings
-from blockdraft.data.engine import Engine, EngineError
+from blockdraft.data.conversation import Completion, Conversation, GenerationSettings, Request
+from blockdraft.data.engine import Engine, EngineError, LocalEngine
 from blockdraft.data.features import CachedFeatures, Features, OnlineFeatures, build_cache
-from blockdraft.data.files import read_prompts, write_prompts
-from blockdraft.data.local import LocalEngine
-from blockdraft.data.paths import TextDataset, open_dataset
-from blockdraft.data.prompts import Prompt, PromptError
+from blockdraft.data.manifest import DataError, Manifest, read_manifest
+from blockdraft.data.prompts import Prompt, PromptError, read_prompts, write_prompts
 from blockdraft.data.regenerate import regenerate
 from blockdraft.data.sampling_check import SamplingCheck, check_sampling
 from blockdraft.data.server import ServerEngine
-from blockdraft.data.store import DataError
+from blockdraft.data.store import TextDataset, open_dataset, read_completions
 
 __all__ = [
     "Batch",
@@ -25,9 +23,11 @@ __all__ = [
     "Features",
     "GenerationSettings",
     "LocalEngine",
+    "Manifest",
     "OnlineFeatures",
     "Prompt",
     "PromptError",
+    "Request",
     "SamplingCheck",
     "ServerEngine",
     "TextAnchors",
@@ -37,6 +37,8 @@ __all__ = [
     "collate",
     "open_dataset",
     "partition",
+    "read_completions",
+    "read_manifest",
     "read_prompts",
     "regenerate",
     "write_prompts",

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockdraft.data.paths import TextDataset
-from blockdraft.data.store import DataError
+from blockdraft.data.manifest import DataError
+from blockdraft.data.store import TextDataset
 from blockdraft.drafters import Anchors
 from blockdraft.targets import Span
 from blockdraft.targets.attention import span_positions

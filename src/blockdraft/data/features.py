@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.batches import Batch, pack_tokens
-from blockdraft.data.paths import TextDataset
-from blockdraft.data.store import DataError, check_shards, refuse_other_identity, writing
+from blockdraft.data.manifest import DataError, refuse_other_identity
+from blockdraft.data.store import TextDataset, check_files, writing
 from blockdraft.files import atomic_write, sha256
 from blockdraft.targets import Target, TargetOutput, fingerprint
 
@@ -54,7 +54,7 @@ class CachedFeatures(Features):
         wanted = len(_files(dataset))
         if len(index["shards"]) != wanted:
             raise DataError(f"{folder} has {len(index['shards'])} of {wanted} files; build the cache to its end first")
-        check_shards(self.folder, index, REPAIR)
+        check_files(self.folder, _checksums(index), REPAIR)
         self.width = (1 + len(layers)) * target.hidden_size
         self.device, self.dtype = target.device, target.dtype
         self._maps = [np.load(self.folder / name, mmap_mode="r") for name in sorted(index["shards"])]
@@ -110,7 +110,7 @@ def build_cache(
         if (folder / INDEX).exists():
             index = _read_index(folder)
             refuse_other_identity(folder, index["identity"], identity)
-            check_shards(folder, index, REPAIR)
+            check_files(folder, _checksums(index), REPAIR)
         for number, texts in enumerate(_files(dataset)):
             name = f"features-{number:05d}.npy"
             if name not in index["shards"]:
@@ -152,6 +152,10 @@ def _run(target: Target, dataset: TextDataset, texts: range, layers: Sequence[in
 
 def _files(dataset: TextDataset) -> list[range]:
     return [range(start, min(start + TEXTS_PER_FILE, len(dataset))) for start in range(0, len(dataset), TEXTS_PER_FILE)]
+
+
+def _checksums(index: dict[str, Any]) -> dict[str, str]:
+    return {name: entry["sha256"] for name, entry in index["shards"].items()}
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

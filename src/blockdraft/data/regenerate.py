@@ -1,34 +1,106 @@
-"""Prompts in, paths out: every assistant turn sampled anew from the target."""
+"""Prompts in, texts out: every assistant turn is sampled anew from the target, into a data folder."""
 
 import hashlib
 import json
 import platform
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
+from pydantic import TypeAdapter
 
 import blockdraft
-from blockdraft.data.dialogue import Completion, Conversation, GenerationSettings
-from blockdraft.data.engine import Engine
+from blockdraft.data.conversation import Completion, Conversation, GenerationSettings
+from blockdraft.data.engine import Engine, LocalEngine
+from blockdraft.data.manifest import MANIFEST, DataError, EngineRecord, Identity, Manifest, Provenance, read_manifest
 from blockdraft.data.prompts import Prompt
-from blockdraft.data.store import DataError, Store, writing
+from blockdraft.data.store import Store, writing
 from blockdraft.files import complete_lines
 from blockdraft.targets import Target, fingerprint, template_fingerprint
 
 JOURNAL = "journal.jsonl"
 
+LEAST_KEPT = 0.1
+"""Rows per conversation below which nearly nothing was kept, so that the data is not what was asked for."""
+
+EARLIEST_VERDICT = 64
+"""The number of finished conversations after which an engine that fails on nearly all of them is stopped."""
+
 Progress = Callable[[int, int, bool], None]
-"""(conversations, response tokens, whether this very run made them)."""
+"""Called with the number of conversations, their response tokens, and whether this very run made them."""
+
+
+def regenerate(
+    prompts: Sequence[Prompt],
+    target: Target,
+    settings: GenerationSettings,
+    folder: str | Path,
+    *,
+    engine: Engine | None = None,
+    shard_size: int = 512,
+    on_progress: Progress | None = None,
+) -> Manifest:
+    """Write the target's own responses to all prompts into a folder, or resume where an earlier run stopped.
+
+    Args:
+        prompts: the conversations; the rows are in their order.
+        target: the model to sample from; the data carries its name and fingerprint.
+        settings: the distribution to sample from, and the limits.
+        folder: a new or an unfinished data folder.
+        engine: what does the sampling: the target itself if not given, or a server that serves it.
+        shard_size: the number of conversations per shard.
+        on_progress: called with whatever was just finished.
+
+    Returns:
+        The manifest of the complete folder.
+
+    Raises:
+        DataError: the folder belongs to something else or is damaged, or nearly no conversation could be answered.
+        EngineError: the engine cannot continue; what is finished is kept.
+    """
+    folder = Path(folder)
+    if not prompts:
+        raise DataError("there are no prompts to answer")
+    if shard_size < 1:
+        raise DataError(f"shard_size must be at least 1, got {shard_size}")
+    limit = target.context_length
+    if limit is not None and settings.max_length > limit:
+        raise DataError(
+            f"{target.name} reads texts of up to {limit} tokens, and max_length is {settings.max_length}; lower it"
+        )
+    engine = engine or LocalEngine(target)
+    if not _is_complete(folder):
+        engine.prepare(target, settings.sampling)  # before anything is written
+    identity = Identity(
+        target=fingerprint(target),
+        template=template_fingerprint(target),
+        prompts=_digest(prompts),
+        num_prompts=len(prompts),
+        shard_size=shard_size,
+        engine=EngineRecord(name=engine.name, **(engine.describe() if engine.repeatable else {})),
+        **settings.to_dict(),
+    )
+    about = Provenance(
+        target=target.name,
+        engine=EngineRecord(name=engine.name, **engine.describe()),
+        blockdraft=blockdraft.__version__,
+        torch=str(torch.__version__),
+        transformers=transformers.__version__,
+        python=platform.python_version(),
+    )
+    with writing(folder):
+        run = _Run(prompts, target, settings, Store(folder, identity, about), on_progress or _ignore)
+        run.complete(engine)
+        return run.store.manifest
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A conversation that is done: its rows, and why the rest is missing, if it is."""
+    """A conversation that is done: its completions, and why the rest is missing, if it is."""
 
     index: int
     rows: list[Completion]
@@ -36,67 +108,12 @@ class Finished:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens."""
+        """The number of response tokens."""
         return sum(len(row.response_ids) for row in self.rows)
 
 
-def regenerate(
-    prompts: Sequence[Prompt],
-    target: Target,
-    engine: Engine,
-    settings: GenerationSettings,
-    folder: str | Path,
-    *,
-    shard_size: int = 512,
-    on_progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Write the target's own responses to all prompts into a folder, or go on where an earlier run stopped.
-
-    Args:
-        prompts: conversations; their order is that of the rows.
-        target: whose tokenizer, template and end tokens are used, and whose name the data carries.
-        engine: what samples; the target itself or a server that serves it.
-        settings: the law and the limits.
-        folder: a new or an unfinished data folder.
-        shard_size: conversations per shard.
-        on_progress: called with what was just finished.
-
-    Returns:
-        The manifest.
-    """
-    folder = Path(folder)
-    if not prompts:
-        raise DataError("there are no prompts")
-    limit = getattr(target.config, "max_position_embeddings", None)
-    if limit is not None and settings.max_length > limit:
-        raise DataError(f"{target.name} reads texts of up to {limit} tokens; max_length is {settings.max_length}")
-    identity = {
-        "target": fingerprint(target),
-        "template": template_fingerprint(target),
-        "prompts": _digest(prompts),
-        "num_prompts": len(prompts),
-        "shard_size": shard_size,
-        "engine": {"name": engine.name} | (engine.describe() if engine.by_shard else {}),
-        **settings.to_dict(),
-    }
-    about = {
-        "target": target.name,
-        "engine": {"name": engine.name} | engine.describe(),
-        "blockdraft": blockdraft.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-    shards = [range(start, min(start + shard_size, len(prompts))) for start in range(0, len(prompts), shard_size)]
-    with writing(folder):
-        store = Store(folder, identity, about, len(shards))
-        run = _Run(prompts, target, settings, store, shards, on_progress or _ignore)
-        run.complete(engine)
-        return store.manifest
-
-
 class _Run:
-    """One call: what is done, what is left, what waits for the rest of its shard."""
+    """One call of `regenerate`: what is done, what is left, and what waits for the rest of its shard."""
 
     def __init__(
         self,
@@ -104,71 +121,141 @@ class _Run:
         target: Target,
         settings: GenerationSettings,
         store: Store,
-        shards: list[range],
         on_progress: Progress,
     ) -> None:
         self.prompts, self.target, self.settings = prompts, target, settings
-        self.store, self.shards, self.on_progress = store, shards, on_progress
+        self.store, self.on_progress = store, on_progress
+        size = store.manifest.identity.shard_size
+        self.shards = [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
         self.journal = Journal(store.folder / JOURNAL)
         self.pending: dict[int, Finished] = {}
+        self.failed: list[Finished] = []
+        self.num_done = sum(len(shard) for number, shard in enumerate(self.shards) if store.has(number))
+        self.num_rows = store.manifest.totals.rows
 
     def complete(self, engine: Engine) -> None:
-        left = [shard for shard in range(len(self.shards)) if not self.store.has(shard)]
-        groups = [list(self.shards[shard]) for shard in left]
-        self.on_progress(len(self.prompts) - sum(map(len, groups)), 0, False)
-        if not engine.by_shard:
+        """Write all shards that are missing; raise if nearly nothing was kept in the end."""
+        groups = [list(shard) for number, shard in enumerate(self.shards) if not self.store.has(number)]
+        self.on_progress(self.num_done, 0, False)
+        if not engine.repeatable:
             wanted = {index for group in groups for index in group}
-            for finished in self.journal.read():
+            for finished in self.journal.read(len(self.prompts), self.target.vocab_size):
                 if finished.index in wanted:
                     wanted.remove(finished.index)
                     self._take(finished, new=False)
             groups = [sorted(wanted)]
-        for group in groups:
-            dialogues = [Conversation(self.prompts[index], index, self.target, self.settings) for index in group]
-            for dialogue in engine.run(dialogues):
-                finished = Finished(dialogue.index, dialogue.rows, dialogue.dropped)
-                if not engine.by_shard:
-                    self.journal.append(finished)
-                self._take(finished, new=True)
+        for group in filter(None, groups):
+            for conversation in engine.run(self._conversations(group)):
+                finished = Finished(conversation.index, conversation.completions, conversation.dropped)
+                if conversation.failed:
+                    self._hold_back(finished)
+                else:
+                    if not engine.repeatable:
+                        self.journal.append(finished)
+                    self._take(finished, new=True)
+        self._accept_failed()
         self.journal.delete()
+        if self.num_rows < LEAST_KEPT * self.num_done:
+            raise DataError(
+                f"{self.store.folder} is complete, but nearly nothing was kept: {self.num_rows} responses of "
+                f"{self.num_done} conversations ({_most_frequent(self.store.manifest.totals.dropped)}). Change the "
+                "limits or the prompts, and regenerate into another folder"
+            )
+
+    def _conversations(self, indices: Sequence[int]) -> Iterator[Conversation]:
+        return (Conversation(self.prompts[index], self.target, self.settings, index=index) for index in indices)
+
+    def _hold_back(self, finished: Finished) -> None:
+        """Write a conversation that the engine failed on down only if the engine does not fail on nearly all."""
+        self.failed.append(finished)
+        if self._is_healthy() or self.num_done + len(self.failed) >= EARLIEST_VERDICT:
+            self._accept_failed()
+
+    def _accept_failed(self) -> None:
+        """Count the conversations that the engine failed on as dropped, or raise if they are nearly all."""
+        if not self._is_healthy():
+            reasons = Counter(each.dropped for each in self.failed if each.dropped is not None)
+            raise DataError(
+                f"nearly nothing can be kept: the engine failed on {len(self.failed)} of "
+                f"{self.num_done + len(self.failed)} conversations ({_most_frequent(reasons)}). These failures were "
+                "not written down: once the server is mended, the same command asks again"
+            )
+        failed, self.failed = self.failed, []
+        for finished in failed:
+            self._take(finished, new=True)
+
+    def _is_healthy(self) -> bool:
+        """Tell whether enough was answered for failures to lie in single conversations."""
+        num_rows = self.num_rows + sum(len(each.rows) for each in self.failed)
+        return not self.failed or num_rows >= LEAST_KEPT * (self.num_done + len(self.failed))
 
     def _take(self, finished: Finished, *, new: bool) -> None:
         """Count a conversation; the last one of a shard makes the shard."""
         self.pending[finished.index] = finished
-        shard = finished.index // len(self.shards[0])
-        if all(index in self.pending for index in self.shards[shard]):
-            group = [self.pending.pop(index) for index in self.shards[shard]]
+        self.num_done += 1
+        self.num_rows += len(finished.rows)
+        number = finished.index // len(self.shards[0])
+        if all(index in self.pending for index in self.shards[number]):
+            group = [self.pending.pop(index) for index in self.shards[number]]
             dropped = Counter(each.dropped for each in group if each.dropped is not None)
-            self.store.write(shard, [row for each in group for row in each.rows], dropped)
+            self.store.write(number, [row for each in group for row in each.rows], dropped)
         self.on_progress(1, finished.num_tokens, new)
 
 
 class Journal:
-    """Finished conversations whose shard is not full yet, one line each; a line cut short is not read."""
+    """Finished conversations whose shard is not full yet, one line each, appended as they arrive.
+
+    A line that a crash cut short is removed. A line that cannot be what `append` wrote is ignored,
+    with a warning, and its conversation is asked again.
+    """
+
+    _lines = TypeAdapter(Finished)
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, finished: Finished) -> None:
+        """Add a conversation."""
         with self.path.open("ab") as file:
-            file.write(json.dumps(asdict(finished)).encode() + b"\n")
+            file.write(self._lines.dump_json(finished) + b"\n")
 
-    def read(self) -> Iterator[Finished]:
+    def read(self, num_prompts: int, vocab_size: int) -> Iterator[Finished]:
+        """Yield the conversations of this many prompts whose tokens are all in the vocabulary."""
         if not self.path.exists():
             return
+        bad = []
         for number, line in enumerate(complete_lines(self.path, truncate=True), 1):
             try:
-                values = json.loads(line)
-                yield Finished(values["index"], [Completion(**row) for row in values["rows"]], values["dropped"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{self.path}, line {number}, is damaged: {error}; delete the line") from error
+                finished = self._lines.validate_json(line, strict=True)
+            except ValueError:
+                bad.append(str(number))
+                continue
+            tokens = (token for row in finished.rows for token in (*row.prompt_ids, *row.response_ids))
+            if 0 <= finished.index < num_prompts and all(0 <= token < vocab_size for token in tokens):
+                yield finished
+            else:
+                bad.append(str(number))
+        if bad:
+            warnings.warn(
+                f"{self.path} is damaged in line {', '.join(bad)}; these conversations are asked again", stacklevel=2
+            )
 
     def delete(self) -> None:
+        """Remove the file."""
         self.path.unlink(missing_ok=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / MANIFEST).exists() and read_manifest(folder).complete
 
 
 def _ignore(_conversations: int, _tokens: int, _new: bool) -> None:
     pass
+
+
+def _most_frequent(reasons: Mapping[str, int]) -> str:
+    found = [f"{reason}: {count}" for reason, count in Counter(reasons).most_common(3)]
+    return "; ".join(found) or "no reason given"
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:

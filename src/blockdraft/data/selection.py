@@ -1,4 +1,4 @@
-"""Which prompts to keep: deterministic, without repetition, with some held out.
+"""Choosing prompts: the same ones for the same seed, without repetition, with some held out.
 
 A text's place in the order is a hash of the seed and the text itself. So the choice does
 not depend on the order of the input, and a smaller choice is the beginning of a larger one.
@@ -16,12 +16,12 @@ SAME_TEXT, SAME_ID = "same text as another", "same id as another"
 SAME_OPENING, NOT_ASKED_FOR = "opens like a held-out prompt", "more than asked for"
 
 PATIENCE = 10_000
-"""So many generated conversations without a new one, and the generator counts as exhausted."""
+"""The generator counts as exhausted after this many conversations without a new one."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a prompt may measure, both ends included; characters count all messages, the system message too."""
+    """The sizes that a prompt may have, both ends included; characters are those of all messages, also the system's."""
 
     min_chars: int = 1
     max_chars: int | None = None
@@ -37,7 +37,7 @@ class Limits:
                 raise PromptError(f"--min-{unit} {low} is more than --max-{unit} {high}: no prompt can be both")
 
     def broken_by(self, prompt: Prompt) -> str | None:
-        """The reason to drop this prompt, if there is one."""
+        """Return the reason to drop this prompt, or None."""
         if prompt.num_chars < self.min_chars:
             return f"under {self.min_chars} characters"
         if self.max_chars is not None and prompt.num_chars > self.max_chars:
@@ -51,9 +51,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Summary:
-    """What became of every row: ``num_read`` is the sum of all the others.
+    """Tells what became of every row: ``num_read`` is the sum of all the others.
 
-    dropped: rows by reason, the most frequent first.
+    dropped: the number of rows by reason, the most frequent first.
     """
 
     num_read: int
@@ -62,13 +62,13 @@ class Summary:
     dropped: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {"read": self.num_read, "kept": self.num_kept, "heldout": self.num_heldout, "dropped": self.dropped}
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Prompts to train on, prompts held out, and the account of the rest."""
+    """The prompts to train on, the prompts held out, and an account of the rest."""
 
     kept: list[Prompt]
     heldout: list[Prompt]
@@ -76,7 +76,7 @@ class Selection:
 
 
 def text_key(*turns: str) -> str:
-    """The text that makes two prompts the same: case and white space do not count."""
+    """Return the text that makes two prompts the same: case and white space do not count."""
     # no line break is left within a turn, so that one can stand between them
     return "\n".join(" ".join(turn.casefold().split()) for turn in turns)
 
@@ -89,10 +89,11 @@ def select(
     seed: int = 0,
     limits: Limits | None = None,
 ) -> Selection:
-    """Choose from all rows: limits, then repetitions, then what is held out, then ``num`` of the rest.
+    """Choose from all rows: apply the limits, remove repetitions, hold some out, keep ``num`` of the rest.
 
     The held-out prompts depend on the seed and the rows but not on ``num``. No kept prompt has the
-    text of one of them, nor its first message. Fewer than ``num`` may be left; none is a `PromptError`.
+    text of one of them, nor its first message. Fewer than ``num`` may be left; if none is, a `PromptError`
+    is raised.
     """
     account = _Account()
     pool = _different(_within(rows, limits or Limits(), account), account)
@@ -108,8 +109,8 @@ def select(
 def draw(generated: Iterable[Prompt], *, num: int, heldout: int = 0, limits: Limits | None = None) -> Selection:
     """Choose from a generator that never ends: the first different prompts are held out, the next ``num`` kept.
 
-    As with `select`, a smaller choice is the beginning of a larger one. A generator that
-    has nothing new to say is a `PromptError`.
+    As with `select`, a smaller choice is the beginning of a larger one. If the generator
+    has nothing new to say any more, a `PromptError` is raised.
     """
     limits = limits or Limits()
     account = _Account()
@@ -161,13 +162,13 @@ class _Account:
         return Selection(kept, heldout, Summary(self.num_read, len(kept), len(heldout), dropped))
 
     def reasons(self) -> str:
-        """The three most frequent."""
+        """Name the three most frequent reasons."""
         found = [f"{reason}: {count}" for reason, count in self.dropped.most_common(3) if count]
         return "; ".join(found) or "none dropped"
 
 
 def _within(rows: Iterable[Prompt | Dropped], limits: Limits, account: _Account) -> Iterator[Prompt]:
-    """The prompts that keep to the limits."""
+    """Yield the prompts that keep to the limits."""
     for row in rows:
         account.num_read += 1
         if isinstance(row, Dropped):
@@ -179,7 +180,7 @@ def _within(rows: Iterable[Prompt | Dropped], limits: Limits, account: _Account)
 
 
 def _different(prompts: Iterable[Prompt], account: _Account) -> dict[str, Prompt]:
-    """One prompt per text and per id, by text; which one does not depend on their order."""
+    """Return one prompt per text and per id, by text; which one does not depend on their order."""
     by_text: dict[str, Prompt] = {}
     for prompt in prompts:
         key = text_key(*prompt.turns)

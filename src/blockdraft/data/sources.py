@@ -7,18 +7,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from blockdraft.data.files import parse_rows
-from blockdraft.data.layouts import KEYS, LAYOUTS, to_prompt
-from blockdraft.data.prompts import Dropped, Prompt, PromptError
+from blockdraft.data.prompts import KEYS, LAYOUTS, Dropped, Prompt, PromptError, parse_rows, to_prompt
 
 POCKET_SOURCE = "pocket"
 TWO_TURNS = 0.1
-"""Share of pocket's conversations that have two turns."""
+"""The share of pocket's conversations that have two turns."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A data set on the Hugging Face hub, by a short name."""
+    """A data set on the Hugging Face hub that has a short name here."""
 
     id: str
     split: str = "train"
@@ -28,9 +26,9 @@ PRESETS = {"open-perfectblend": Preset("mlabonne/open-perfectblend")}
 
 
 def read_source(name: str, *, split: str | None = None) -> Iterator[Prompt | Dropped]:
-    """The rows of a preset, a file, a folder that ``datasets`` can load, or a Hugging Face data set.
+    """Yield the rows of a preset, a file, a folder that ``datasets`` can load, or a Hugging Face data set.
 
-    ``split`` (``train`` if not given) is of data sets; a file has none.
+    Only data sets have a ``split``; if none is given, it is ``train``.
     """
     if name in PRESETS:
         preset = PRESETS[name]
@@ -51,14 +49,14 @@ def read_source(name: str, *, split: str | None = None) -> Iterator[Prompt | Dro
 
 
 def read_file(path: Path) -> Iterator[Prompt | Dropped]:
-    """The rows of a JSON-lines file or JSON array; one without an id is called after the file and its number from 0."""
+    """Yield the rows of a JSON-lines file or JSON array; a row without an id is named after the file and its number."""
     stem = path.name.removesuffix(".gz").removesuffix(".json").removesuffix(".jsonl")
     for index, (_, row) in enumerate(parse_rows(path)):
         yield to_prompt(row, f"{stem}-{index}")
 
 
 def read_dataset(name: str, split: str) -> Iterator[Prompt | Dropped]:
-    """The rows of a data set, by its id or a local folder; one without an id is called after both and its number."""
+    """Yield the rows of a data set; a row without an id is named after the data set, the split and its number."""
     table = load_dataset(name, split)
     columns = [column for column in table.column_names if column in KEYS]
     if not set(columns) & set(LAYOUTS):
@@ -72,9 +70,9 @@ def read_dataset(name: str, split: str) -> Iterator[Prompt | Dropped]:
 
 
 def pocket_prompts(seed: int, family: str | None = None) -> Iterator[Prompt]:
-    """Endless prompts of pocket's training corpus, of one family or of all in pocket's own mixture.
+    """Yield prompts of pocket's training corpus without end, of one family or of all in pocket's own mixture.
 
-    The same ones for the same seed. None of pocket's held-out prompts is among them. Texts may repeat.
+    The same seed gives the same prompts. None of pocket's held-out prompts is among them. Texts may repeat.
     """
     from blockdraft.pocket.corpus import FAMILIES, examples
     from blockdraft.pocket.dice import Dice
@@ -92,14 +90,16 @@ def pocket_prompts(seed: int, family: str | None = None) -> Iterator[Prompt]:
 
 
 def load_dataset(name: str, split: str, config: str | None = None, files: Sequence[str] = ()) -> Any:
-    """A ``datasets.Dataset``, by its id on the hub or a local folder.
+    """Load a ``datasets.Dataset`` by its id on the hub or from a local folder.
 
-    Where it is defined by a script, which ``datasets`` no longer runs, ``files`` names the JSON lines in it.
+    ``files`` names the JSON lines of a data set that is defined by a script, which ``datasets`` no longer runs.
     """
     try:
         datasets = importlib.import_module("datasets")
     except ModuleNotFoundError as error:
-        raise PromptError(f"{name}: reading a data set needs a package: pip install 'blockdraft[datasets]'") from error
+        raise PromptError(
+            f"{name}: reading a data set needs the package datasets: pip install 'blockdraft[datasets]'"
+        ) from error
     root = name if Path(name).is_dir() else f"hf://datasets/{name}"
     try:
         if files:

@@ -1,27 +1,37 @@
-"""TextDataset on disk: Parquet shards and a manifest that says where they come from.
+"""Sampled texts on disk and in memory: Parquet shards in a data folder, and the dataset read from them.
 
-A shard is written beside its place, synced and moved there; only then the
-manifest, written the same way, lists it with its checksum. What the manifest
-does not list does not exist.
+A shard is written beside its place, synced and moved there; only then the manifest, written the same
+way, lists it with its checksum. What the manifest does not list does not exist.
 """
 
-import json
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from blockdraft.data.dialogue import Completion
-from blockdraft.errors import BlockdraftError
+from blockdraft.data.conversation import Completion
+from blockdraft.data.manifest import (
+    MANIFEST,
+    DataError,
+    Identity,
+    Manifest,
+    Provenance,
+    ShardRecord,
+    read_manifest,
+    refuse_other_identity,
+    shard_name,
+    write_manifest,
+)
 from blockdraft.files import atomic_write, exclusive, remove_unfinished, sha256
-
-MANIFEST = "manifest.json"
-FORMAT = 1
+from blockdraft.targets import Target
 
 SCHEMA = pa.schema(
     [
@@ -32,46 +42,38 @@ SCHEMA = pa.schema(
     ]
 )
 
+REPAIR = f"Put the file back, or delete it and its entry in {MANIFEST} and run data regenerate again to make it anew"
 
-class DataError(BlockdraftError):
-    """A data folder that cannot be used as it is, with the reason."""
+HELDOUT = 3
+"""The number of the random stream that chooses held-out texts; batches use others."""
 
 
 class Store:
     """A data folder being written, shard by shard."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], about: Mapping[str, Any], num_shards: int) -> None:
-        """Open a folder, new or unfinished.
+    def __init__(self, folder: Path, identity: Identity, about: Provenance) -> None:
+        """Open a new or an unfinished folder.
 
         Args:
             folder: where the shards go.
             identity: what decides the rows; a folder begun with another one is refused.
-            about: what else the manifest says.
-            num_shards: of the whole.
+            about: what else the manifest of a new folder says.
         """
         self.folder = folder
-        manifest = folder / MANIFEST
-        if manifest.exists():
+        if (folder / MANIFEST).exists():
             self.manifest = read_manifest(folder)
-            refuse_other_identity(folder, self.manifest["identity"], identity)
+            refuse_other_identity(folder, self.manifest.identity.to_dict(), identity.to_dict())
             check_shards(folder, self.manifest)
             return
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.glob("*.parquet")):
             raise DataError(f"{folder} holds Parquet files but no {MANIFEST}; choose another folder, or empty it")
-        self.manifest = {
-            "format": FORMAT,
-            "identity": dict(identity),
-            "about": dict(about),
-            "num_shards": num_shards,
-            "complete": False,
-            "shards": {},
-        }
-        self._save()
+        self.manifest = Manifest(identity=identity, about=about, num_shards=identity.num_shards, shards={})
+        write_manifest(folder, self.manifest)
 
     def has(self, shard: int) -> bool:
-        """Whether this shard is written."""
-        return shard_name(shard) in self.manifest["shards"]
+        """Tell whether this shard is written."""
+        return shard_name(shard) in self.manifest.shards
 
     def write(self, shard: int, rows: Sequence[Completion], dropped: Mapping[str, int]) -> None:
         """Write a shard, whole or not at all."""
@@ -79,85 +81,157 @@ class Store:
         name = shard_name(shard)
         with atomic_write(self.folder / name) as unfinished:
             pq.write_table(table, unfinished, compression="zstd")
-            entry = {
-                "sha256": sha256(unfinished),
-                "rows": len(rows),
-                "prompt_tokens": sum(len(row.prompt_ids) for row in rows),
-                "response_tokens": sum(len(row.response_ids) for row in rows),
-                "finish_reasons": dict(sorted(Counter(row.finish_reason for row in rows).items())),
-                "dropped": dict(sorted(dropped.items())),
-            }
-        shards = self.manifest["shards"] | {name: entry}
-        self.manifest["shards"] = dict(sorted(shards.items()))
-        self.manifest["complete"] = len(shards) == self.manifest["num_shards"]
-        self._save()
-
-    def _save(self) -> None:
-        with atomic_write(self.folder / MANIFEST) as unfinished:
-            unfinished.write_text(json.dumps(self.manifest, indent=2) + "\n")
+            record = ShardRecord(
+                sha256=sha256(unfinished),
+                rows=len(rows),
+                prompt_tokens=sum(len(row.prompt_ids) for row in rows),
+                response_tokens=sum(len(row.response_ids) for row in rows),
+                finish_reasons=dict(sorted(Counter(row.finish_reason for row in rows).items())),
+                dropped=dict(sorted(dropped.items())),
+            )
+        self.manifest = self.manifest.with_shard(name, record)
+        write_manifest(self.folder, self.manifest)
 
 
-def totals(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts over all shards."""
-    entries = list(manifest["shards"].values())
-    added: dict[str, Any] = {key: sum(e[key] for e in entries) for key in ("rows", "prompt_tokens", "response_tokens")}
-    for key in ("finish_reasons", "dropped"):
-        added[key] = dict(sorted(sum((Counter(e[key]) for e in entries), Counter[str]()).items()))
-    return added
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Be the only process that writes into a folder, and remove what killed processes left in it."""
+    with exclusive(folder):
+        remove_unfinished(folder)
+        yield
 
 
-def shard_name(shard: int) -> str:
-    return f"shard-{shard:05d}.parquet"
+def check_shards(folder: Path, manifest: Manifest) -> None:
+    """Raise if a shard is missing or is not the file that was written."""
+    check_files(folder, {name: shard.sha256 for name, shard in manifest.shards.items()}, REPAIR)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a data folder."""
-    path = folder / MANIFEST
-    if not path.exists():
-        raise DataError(f"{folder} is not a data folder: it has no {MANIFEST}")
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        if manifest["format"] != FORMAT:
-            raise DataError(f"{path} has format {manifest['format']}; this version reads format {FORMAT}")
-        manifest["identity"], manifest["shards"], manifest["num_shards"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
-    return manifest
-
-
-def refuse_other_identity(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise if two identities differ, naming every field that does."""
-    differing = [
-        f"{key} {there.get(key)!r} there, {here.get(key)!r} here"
-        for key in sorted({*there, *here})
-        if there.get(key) != here.get(key)
-    ]
-    if differing:
-        raise DataError(
-            f"{folder} was begun with something else: {'; '.join(differing)}. "
-            "Use the same, or another folder for the new data"
-        )
-
-
-REPAIR = f"Put the file back, or delete it and its entry in {MANIFEST} and run data regenerate again to make it anew"
-
-
-def check_shards(folder: Path, manifest: Mapping[str, Any], repair: str = REPAIR) -> None:
-    """Raise if a listed file is missing or is not the one that was written, naming every one and what to do."""
+def check_files(folder: Path, checksums: Mapping[str, str], repair: str) -> None:
+    """Raise if a file is missing or has another checksum, naming every such file and what to do."""
     wrong = []
-    for name, entry in manifest["shards"].items():
+    for name, checksum in checksums.items():
         path = folder / name
         if not path.exists():
             wrong.append(f"{name} is missing")
-        elif sha256(path) != entry["sha256"]:
+        elif sha256(path) != checksum:
             wrong.append(f"{name} is not as it was written (its checksum differs)")
     if wrong:
         raise DataError(f"{folder}: {'; '.join(wrong)}. {repair}")
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Be the only process that writes into a folder."""
-    with exclusive(folder):
-        remove_unfinished(folder)
-        yield
+@dataclass(frozen=True)
+class TextDataset:
+    """R texts of the target end to end in memory, each a prompt and a response.
+
+    tokens: ``[all]`` prompt and response of each text.
+    starts: ``[R + 1]`` where each text begins, and the end of the last one.
+    prompt_lengths: ``[R]`` the number of tokens before each response.
+    identity: a hash of the rows.
+    manifest: the manifest of the data folder; None for rows that were made in memory.
+    """
+
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64]
+    identity: str
+    manifest: Manifest | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Completion]) -> "TextDataset":
+        """Make a dataset of rows in memory."""
+        lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
+        tokens = np.array([token for row in rows for token in (*row.prompt_ids, *row.response_ids)], dtype=np.int32)
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        prompt_lengths = np.array([len(row.prompt_ids) for row in rows], dtype=np.int64)
+        digest = hashlib.sha256(tokens.tobytes() + starts.tobytes() + prompt_lengths.tobytes())
+        return cls(tokens, starts, prompt_lengths, digest.hexdigest()[:16])
+
+    def __len__(self) -> int:
+        """Return R, the number of texts."""
+        return len(self.prompt_lengths)
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        """Return the tokens of one text."""
+        return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each text, ``[R]``."""
+        return np.diff(self.starts)
+
+    @property
+    def response_lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each response, ``[R]``."""
+        return self.lengths - self.prompt_lengths
+
+    def split(self, num_heldout: int, seed: int = 0) -> tuple["TextDataset", "TextDataset"]:
+        """Return the texts to train on and the held-out ones, chosen by the seed, both in their order."""
+        if not 0 <= num_heldout < len(self):
+            raise DataError(f"cannot hold out {num_heldout} of {len(self)} texts")
+        chosen = np.random.default_rng([seed, HELDOUT]).permutation(len(self))
+        return self._take(np.sort(chosen[num_heldout:])), self._take(np.sort(chosen[:num_heldout]))
+
+    def _take(self, indices: NDArray[np.int64]) -> "TextDataset":
+        parts = [self[int(index)] for index in indices]
+        tokens = np.concatenate(parts) if parts else self.tokens[:0]
+        starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+        identity = hashlib.sha256(f"{self.identity}/{indices.tolist()}".encode()).hexdigest()[:16]
+        return TextDataset(tokens, starts, self.prompt_lengths[indices], identity, self.manifest)
+
+
+def open_dataset(folder: str | Path, target: Target | None = None, *, partial: bool = False) -> TextDataset:
+    """Read a data folder into memory, after a check of its origin and of every checksum.
+
+    Args:
+        folder: a folder that `regenerate` wrote.
+        target: the model that the data is for; data of another one, or under another chat template, is refused.
+        partial: accept a folder that is not complete yet.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if not manifest.complete and not partial:
+        raise DataError(
+            f"{folder} has {len(manifest.shards)} of {manifest.num_shards} shards; run the same data regenerate again "
+            "to complete it"
+        )
+    if target is not None:
+        manifest.refuse_other_target(folder, target)
+    check_shards(folder, manifest)
+    prompts, responses = [], []
+    for name in manifest.shards:
+        table = _read_shard(folder, name, manifest)
+        prompts += [column.values.to_numpy() for column in _pieces(table, "prompt_ids")]
+        responses += [column.values.to_numpy() for column in _pieces(table, "response_ids")]
+    tokens = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    digest = hashlib.sha256("/".join(shard.sha256 for shard in manifest.shards.values()).encode())
+    return TextDataset(
+        np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        np.array([len(prompt) for prompt in prompts], dtype=np.int64),
+        digest.hexdigest()[:16],
+        manifest,
+    )
+
+
+def read_completions(folder: str | Path) -> list[Completion]:
+    """Read the rows of a data folder one by one, with their ids."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    check_shards(folder, manifest)
+    tables = (_read_shard(folder, name, manifest) for name in manifest.shards)
+    return [Completion(**row) for table in tables for row in table.to_pylist()]
+
+
+def _read_shard(folder: Path, name: str, manifest: Manifest) -> Any:
+    table = pq.read_table(folder / name)
+    if table.num_rows != manifest.shards[name].rows:
+        raise DataError(
+            f"{folder / MANIFEST} is damaged: it counts {manifest.shards[name].rows} rows in {name}, which has "
+            f"{table.num_rows}. Put a good copy back, or regenerate the data into another folder"
+        )
+    return table
+
+
+def _pieces(table: Any, column: str) -> Any:
+    return (scalar for chunk in table.column(column).chunks for scalar in chunk)

@@ -1,18 +1,19 @@
-"""One prompt, all its turns, each on top of the answers given so far."""
+"""Conversations decoded with a drafter, held in the same way as those of the training data."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from blockdraft.data import Prompt
+from blockdraft.data import Conversation, GenerationSettings, Prompt
 from blockdraft.decoding import Generation, generate
 from blockdraft.decoding.generation import OnVerdict
 from blockdraft.drafters import Drafter
-from blockdraft.targets import Message, Target
+from blockdraft.targets import Sampling, Target
 from blockdraft.verification import Rule
 
 AUTOREGRESSIVE = "autoregressive"
+STREAM = "evaluate"
+"""The random stream of decoding, which is not that of the target's own texts."""
 
 
 @dataclass(frozen=True)
@@ -46,26 +47,30 @@ def converse(
     on_verdict: OnVerdict | None = None,
     on_turn: Callable[[Generation], None] | None = None,
 ) -> list[Generation]:
-    """Answer every turn; one whose budget would end beyond ``max_length`` tokens ends the conversation before it."""
-    messages: list[Message] = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    """Answer every turn, and return the answers; a turn whose whole budget does not fit ends the conversation.
+
+    Args:
+        target, drafter: the models; no drafter is autoregressive decoding.
+        prompt: the user's messages.
+        way: the rule and the draft temperature.
+        temperature: the target's temperature.
+        max_new_tokens: the budget of each answer.
+        max_length: the longest prompt and answer together.
+        seed: the seed of all draws; each turn has a stream of its own.
+        on_verdict: called in each round of each answer, as by `generate`.
+        on_turn: called with each answer.
+    """
+    settings = GenerationSettings(Sampling(temperature), max_new_tokens, max_length, seed, whole_turns=True)
+    conversation = Conversation(prompt, target, settings, stream=STREAM)
     answers: list[Generation] = []
-    for turn, text in enumerate(prompt.turns):
-        messages.append({"role": "user", "content": text})
-        ids = target.render(messages)
-        if len(ids) + max_new_tokens > max_length:
-            break
+    while (request := conversation.request) is not None:
         answer = generate(
-            target, drafter, ids, rule=way.rule, temperature=temperature, draft_temperature=way.draft_temperature,
-            max_new_tokens=max_new_tokens, seed=seed_of(seed, prompt.id, turn), on_verdict=on_verdict,
+            target, drafter, request.prompt_ids, rule=way.rule, temperature=temperature,
+            draft_temperature=way.draft_temperature, max_new_tokens=request.max_new_tokens, seed=request.seed,
+            on_verdict=on_verdict,
         )  # fmt: skip
         if on_turn is not None:
             on_turn(answer)
         answers.append(answer)
-        messages.append({"role": "assistant", "content": answer.text or ""})
+        conversation.answer(answer.tokens)
     return answers
-
-
-def seed_of(seed: int, prompt: str, turn: int) -> int:
-    """Of one generation: a function of the run's seed, the prompt and the turn alone."""
-    digest = hashlib.sha256(f"evaluate/{seed}/{prompt}/{turn}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

@@ -24,8 +24,7 @@ import torch
 import transformers
 
 import blockdraft
-from blockdraft.data import Conversation, DataError, GenerationSettings, LocalEngine, Prompt, regenerate
-from blockdraft.data.paths import read_rows
+from blockdraft.data import Conversation, DataError, GenerationSettings, Prompt, read_completions, regenerate
 from blockdraft.distributed import Distributed
 from blockdraft.evaluation.about import Candidate
 from blockdraft.evaluation.assembly import Assembly, about
@@ -141,12 +140,12 @@ class Evaluation:
     @property
     def max_length(self) -> int:
         """Of prompt and answer together, for every way alike: the last block may reach beyond the answer."""
-        limit = getattr(self.target.config, "max_position_embeddings", None) or 2**15
-        return int(limit) - 1 - max(each.drafter.config.num_proposals for each in self.candidates)
+        limit = self.target.context_length or 2**15
+        return limit - 1 - max(each.drafter.config.num_proposals for each in self.candidates)
 
     def _what_fits(self, task: Task) -> Task:
         """The task without prompts whose first answer has no room."""
-        asked = [Conversation(prompt, 0, self.target, self._sampling_settings("sampled")) for prompt in task.prompts]
+        asked = [Conversation(prompt, self.target, self._sampling_settings("sampled")) for prompt in task.prompts]
         kept = [each.prompt for each in asked if each.dropped is None]
         if not kept:
             raise EvaluationError(
@@ -184,8 +183,7 @@ class Evaluation:
 
         for law, folder, prompts in work:
             settings = self._sampling_settings(law)
-            engine = LocalEngine(self.target, settings)
-            regenerate(prompts, self.target, engine, settings, folder, shard_size=len(prompts), on_progress=count)
+            regenerate(prompts, self.target, settings, folder, shard_size=len(prompts), on_progress=count)
 
     # Predictions
 
@@ -210,7 +208,7 @@ class Evaluation:
                     self.target, candidate.drafter, protocol.temperature_of(law), protocol.max_new_tokens, protocol.seed
                 )
                 rules = [rule for rule in protocol.rules if protocol.law(rule) == law]
-                write_expected(file, read_rows(folder), predictor, rules, protocol.grid)
+                write_expected(file, read_completions(folder), predictor, rules, protocol.grid)
         self.on_progress("predictions", len(work), len(work), 0)
 
     # Decoding

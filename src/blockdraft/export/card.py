@@ -6,7 +6,6 @@ from typing import Any
 
 import yaml
 
-from blockdraft.data.store import totals
 from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.drafters.formats import Format, Surroundings, frozen_names
 from blockdraft.export.commands import sglang_command, unserved, vllm_command
@@ -129,11 +128,11 @@ def _without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
 def _data(facts: RunFacts) -> str | None:
     if facts.data is None:
         return None
-    identity, counts = facts.data["identity"], totals(facts.data)
-    law = f"temperature {identity['temperature']}, top-k {identity['top_k']}, top-p {identity['top_p']}"
+    sampling, counts = facts.data.identity.sampling, facts.data.totals
     return (
-        f"{counts['rows']:,} texts with {counts['response_tokens']:,} response tokens, "
-        f"sampled from {_public(facts.data['about'].get('target', 'the target'))} at {law}"
+        f"{counts.rows:,} texts with {counts.response_tokens:,} response tokens, "
+        f"sampled from {_public(facts.data.about.target)} at temperature {sampling.temperature}, "
+        f"top-k {sampling.top_k}, top-p {sampling.top_p}"
     )
 
 

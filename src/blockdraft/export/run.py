@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from blockdraft.data import DataError
-from blockdraft.data.store import read_manifest
+from blockdraft.data import DataError, Manifest, read_manifest
 from blockdraft.runs import Run, RunInfo
 
 
@@ -22,7 +20,7 @@ class RunFacts:
     info: RunInfo | None = None
     step: int | None = None
     measured: dict[str, float] | None = None
-    data: dict[str, Any] | None = None
+    data: Manifest | None = None
 
     @property
     def target(self) -> str | None:

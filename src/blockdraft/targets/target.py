@@ -77,6 +77,12 @@ class Target:
         return self.head.dtype
 
     @property
+    def context_length(self) -> int | None:
+        """The longest text, prompt and response together, that the positions allow; None if the config is silent."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        return None if limit is None else int(limit)
+
+    @property
     def mask_token_id(self) -> int:
         """The row of the embedding that stands for a token to be drafted."""
         return find_mask_token(self)

@@ -5,7 +5,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from blockdraft.losses import Annealing, Objective
 from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, RecipeError, is_annealed
 from blockdraft.runs import Run, RunInfo, RunTarget
-from blockdraft.targets import Target, fingerprint
+from blockdraft.targets import Sampling, Target, fingerprint
 from blockdraft.training.initialization import new_drafter
 from blockdraft.training.loader import PrefetchingLoader
 from blockdraft.training.measuring import DecodedPrompts, HeldOutBlocks, summary
@@ -351,10 +351,9 @@ class Trainer:
 
 def _refuse_other_sampling(recipe: Recipe, objective: Objective, dataset: TextDataset) -> None:
     """Raise unless the texts were drawn from the distribution whose ratios are trained: BV's identity needs it."""
-    identity = dataset.manifest["identity"]
-    sampling = {key: identity[key] for key in ("temperature", "top_k", "top_p")}
-    if sampling != {"temperature": objective.temperature, "top_k": 0, "top_p": 1.0}:
+    manifest = dataset.manifest
+    if manifest is not None and manifest.identity.sampling != Sampling(objective.temperature):
         raise RecipeError(
-            f"{recipe.data.path} was sampled with {sampling}, the objective assumes temperature "
-            f"{objective.temperature:g} over the whole vocabulary; regenerate the data so"
+            f"{recipe.data.path} was sampled with {asdict(manifest.identity.sampling)}, the objective assumes "
+            f"temperature {objective.temperature:g} over the whole vocabulary; regenerate the data so"
         )
