@@ -15,6 +15,7 @@ from blockdraft.cli.evaluate import Spread, evaluate
 from blockdraft.cli.export import export, export_target
 from blockdraft.cli.recipes import estimate, recipes
 from blockdraft.cli.report import report
+from blockdraft.cli.study import study
 from blockdraft.cli.train import train
 from blockdraft.verification import RULES, Rule
 
@@ -26,6 +27,7 @@ app.command()(train)
 app.command(cls=Spread)(evaluate)
 app.command()(report)
 app.command()(demo)
+app.command()(study)
 app.command()(export)
 app.command("export-target")(export_target)
 

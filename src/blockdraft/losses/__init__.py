@@ -11,7 +11,7 @@ from blockdraft.losses.bv import BV, PrefixObjective, TokenBV, block_scores
 from blockdraft.losses.fused import fused_linear_objective
 from blockdraft.losses.objective import PAPER_SETTINGS, Objective, ObjectiveValue, objective, objective_names, register
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget, restrict_labels, restrict_target
-from blockdraft.losses.rivals import DPACE, E2ETV, DSpark, LKHybrid
+from blockdraft.losses.rivals import DPACE, E2ETV, DSparkMixture, LKHybrid
 from blockdraft.losses.scores import Blocks
 from blockdraft.losses.statistics import BlockStatistics, block_statistics
 from blockdraft.losses.token import CE, KL, LK, RKL, TV, TokenObjective
@@ -30,7 +30,7 @@ __all__ = [
     "Annealing",
     "BlockStatistics",
     "Blocks",
-    "DSpark",
+    "DSparkMixture",
     "LKHybrid",
     "Objective",
     "ObjectiveValue",

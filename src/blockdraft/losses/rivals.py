@@ -99,8 +99,8 @@ class LKHybrid(TokenObjective):
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class DSpark(TokenObjective):
-    """DSpark is the mixture that DSpark drafters are trained with, its confidence term apart.
+class DSparkMixture(TokenObjective):
+    """DSparkMixture is the objective that DSpark drafters are trained with, its confidence term apart.
 
         l_i = ce_weight (-log q_i(y_i)) + l1_weight sum_v |p_i - q_i|
 

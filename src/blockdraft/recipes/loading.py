@@ -118,7 +118,7 @@ def _shipped_values(name: str) -> dict[str, Any]:
     for parts in itertools.product(*(_stems(part) for part in PARTS)):
         if "-".join(parts) == name:
             for part, stem in zip(PARTS, parts, strict=True):
-                values = merge(values, _read(FOLDER / part / f"{stem}.yaml"))
+                values = merge(values, read_yaml_file(FOLDER / part / f"{stem}.yaml"))
     return values
 
 
@@ -127,10 +127,11 @@ def _file_values(path: Path) -> dict[str, Any]:
         near = difflib.get_close_matches(str(path), shipped_names(), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`blockdraft recipes ls` lists the shipped ones"
         raise RecipeError(f"{path}: neither a file nor a shipped recipe; {hint}")
-    return _read(path)
+    return read_yaml_file(path)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml_file(path: Path) -> dict[str, Any]:
+    """Read a mapping from a YAML file; a `RecipeError` names the file and what is wrong with it."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -16,7 +16,7 @@ from blockdraft.distributed import Distributed
 from blockdraft.drafters import DrafterConfig, build_drafter, load_drafter
 from blockdraft.losses.fused import CHUNK_BYTES
 from blockdraft.recipes import Recipe
-from blockdraft.targets import Target, target_shape
+from blockdraft.targets import Target, TargetShape, target_shape
 from blockdraft.training.trainer import Trainer
 
 GIB = 2**30
@@ -37,6 +37,8 @@ class ResourceEstimate:
         drafter's layers keep for their backward pass.
     fused_bytes, unfused_bytes: per device: buffers of the fused objective; the six vocabulary-sized float32
         tensors of plain autograd (two of logits, two of log-probabilities, two of gradients).
+    training_flops: floating-point operations of the whole run: the target's passes, the drafter's forward and backward
+        passes, and the products with the head, two to a multiply-add.
     """
 
     num_devices: int
@@ -52,12 +54,17 @@ class ResourceEstimate:
     activation_bytes: int
     fused_bytes: int
     unfused_bytes: int
+    training_flops: float
 
     @property
     def device_bytes(self) -> int:
         """Memory of one device with the fused objective, allocator's waste and the attention's scratch not counted."""
         parts = (self.target_bytes, self.drafter_bytes, self.optimizer_bytes, self.activation_bytes, self.fused_bytes)
         return sum(parts)
+
+    def hours(self, tflops: float, efficiency: float) -> float:
+        """Return the hours of training on devices of a peak rate, of which a share is reached."""
+        return self.training_flops / (self.num_devices * tflops * 1e12 * efficiency) / 3600
 
 
 def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_text: float) -> ResourceEstimate:
@@ -98,7 +105,26 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
         activation_bytes=round(features + slots),
         fused_bytes=4 * chunk + 2 * positions * width * 4,
         unfused_bytes=6 * positions * shape.vocab_size * 4,
+        training_flops=_training_flops(
+            recipe, config, shape, num_steps, min(recipe.batch.num_texts, num_texts) * tokens_per_text
+        ),
     )
+
+
+def _training_flops(
+    recipe: Recipe, config: DrafterConfig, shape: TargetShape, num_steps: int, tokens_per_step: float
+) -> float:
+    """Count the multiply-adds of all steps, twice; attention scores and the objective's sweeps are left out."""
+    width, kv_width = config.hidden_size, config.num_kv_heads * config.head_dim
+    embedding = shape.vocab_size * width
+    target = 0 if recipe.data.features == "cached" else 2 * (shape.num_parameters - embedding) * tokens_per_step
+    q_width = config.num_heads * config.head_dim
+    per_slot = config.num_layers * (2 * q_width * width + 2 * kv_width * width + 3 * config.intermediate_size * width)
+    per_token = len(config.target_layers) * width * width + config.num_layers * 2 * kv_width * width
+    blocks = recipe.batch.num_anchors
+    drafter = 6 * (per_slot * blocks * config.num_slots + per_token * tokens_per_step)
+    head = (2 + 2 + 2) * embedding * blocks * config.num_proposals  # draft logits and their gradient, target logits
+    return float(num_steps * (target + drafter + head))
 
 
 def _kept_widths(config: DrafterConfig) -> float:

@@ -1,0 +1,91 @@
+"""``blockdraft study``: the paper's experiment at any size."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from blockdraft.study import Study
+
+
+def study(
+    recipe: Annotated[
+        str, typer.Argument(metavar="STUDY", help="A shipped study (paper, pocket, ...) or a YAML file.")
+    ],
+    assignments: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Fields to set, such as seeds=[1,2].")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The study's folder; studies/STUDY if not given.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Cells that train at the same time; one for each core if not given.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Show cells, cost and commands, and run nothing.")] = False,
+    devices: Annotated[int, typer.Option(min=1, help="Devices for each cell, for the plan's hours and memory.")] = 8,
+    tflops: Annotated[float, typer.Option(min=0.001, help="Peak rate of a device, for the plan's hours.")] = 989.0,
+    efficiency: Annotated[float, typer.Option(min=0.001, max=1.0, help="Share of it that is reached.")] = 0.2,
+    tokens_per_text: Annotated[float, typer.Option(min=1, help="Mean length of a text, for the plan.")] = 1000,
+) -> None:
+    """Train and evaluate every combination of targets, drafters, objectives and seeds, and report them together.
+
+    Interrupt it at any moment; the same command resumes.
+    """
+    from blockdraft.cli.progress import Stages
+    from blockdraft.study import Study, load_study
+
+    loaded = load_study(recipe, assignments)
+    num_jobs = jobs or os.cpu_count() or 1
+    folder = out or Path("studies") / loaded.name
+    if plan:
+        _show_plan(Study(loaded, folder), devices, tflops, efficiency, tokens_per_text)
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the runs it started are told to stop, too
+    print(f"{loaded.name}: {len(loaded.cells)} cells in {folder}, {num_jobs} at a time", file=sys.stderr)
+    with Stages() as stages:
+        summary = Study(loaded, folder, num_jobs=num_jobs, on_progress=stages.show).run()
+    for table in summary.tables:
+        print(table.markdown())
+    for name, (wins, of) in summary.wins.items():
+        print(f"{name} ahead of the baseline in {wins} of {of} comparisons of predicted length")
+    print(f"the report: {summary.page}")
+
+
+def _show_plan(study: "Study", devices: int, tflops: float, efficiency: float, tokens_per_text: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from blockdraft.data import DataError, read_manifest
+    from blockdraft.training import estimate
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("cell", "steps", "done", "GiB a device", "hours"):
+        table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=True)
+    total = 0.0
+    for cell in study.recipe.cells:
+        num_texts, length = study.recipe.targets[cell.target].num_prompts, tokens_per_text
+        try:
+            manifest = read_manifest(study.data_folder(cell.target))
+            counts = manifest.totals
+            num_texts = max(1, counts.rows)
+            length = (counts.prompt_tokens + counts.response_tokens) / num_texts
+        except DataError:
+            pass  # not made yet: what the study asks for
+        found = estimate(cell.recipe, num_devices=devices, num_texts=num_texts, tokens_per_text=length)
+        hours = found.hours(tflops, efficiency)
+        total += hours
+        done, _of = study.steps_done(cell)
+        table.add_row(
+            cell.name, f"{found.num_steps:,}", f"{done:,}", f"{found.device_bytes / 2**30:.1f}", f"{hours:.1f}"
+        )
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
+    console.print(
+        f"{len(study.recipe.cells)} cells, {total:,.0f} hours of training on {devices} devices each, at "
+        f"{efficiency:.0%} of {tflops:g} TFLOP/s; data and evaluation are not counted"
+    )
+    console.print("\ncommands, each of which resumes by itself (torchrun -m blockdraft ... on several devices):")
+    for job in [*study.data_jobs(), *map(study.training_job, study.recipe.cells)]:
+        console.print(f"  {job}")

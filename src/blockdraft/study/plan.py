@@ -1,0 +1,150 @@
+"""What a study is: targets, drafters, objectives and seeds, which make its cells; and what it will cost."""
+
+import difflib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+
+from blockdraft.errors import BlockdraftError
+from blockdraft.recipes import Recipe, load_recipe, shipped_names
+from blockdraft.recipes.loading import override, read_yaml_file
+from blockdraft.recipes.schema import Section
+
+FOLDER = Path(__file__).parent / "shipped"
+
+
+class StudyError(BlockdraftError):
+    """A study cannot be planned or run, and the message says why."""
+
+
+class StudyTarget(Section):
+    """A target of a study, and the texts its drafters are trained on."""
+
+    recipe: str = Field(description="the shipped target whose recipes are used: pocket, smollm2, qwen3-4b, qwen3-8b")
+    data: Path | None = Field(None, description="a data folder that is there; null makes one from the prompts")
+    prompts: str = Field("pocket", description="where prompts come from, as `data prompts --from` takes it")
+    num_prompts: int = Field(1400, ge=1, description="prompts to answer")
+    max_new_tokens: int = Field(256, ge=1, description="longest response")
+    max_length: int = Field(768, ge=2, description="longest prompt and response together")
+    set: list[str] = Field([], description="recipe fields for all cells of this target, as key.path=value")
+
+
+class StudyObjective(Section):
+    """An objective of a study: a shipped one, with changes that make it a variant."""
+
+    recipe: str = Field(description="the shipped objective: ce, kl, rkl, tv, lk, bv, ...")
+    set: list[str] = Field([], description="recipe fields of this variant, as key.path=value")
+
+
+class StudyEvaluation(Section):
+    """How every drafter is evaluated."""
+
+    tasks: list[str] = Field(["pocket"], description="as `evaluate --tasks` takes them")
+    prompts: Path | None = Field(None, description="a folder with NAME.jsonl for the benchmarks; null is the Hub")
+    num_prompts: int | None = Field(None, ge=1, description="prompts of each task; null is as many as the paper's")
+    max_new_tokens: int = Field(256, ge=2, description="longest answer")
+    rules: list[Literal["greedy", "token", "block"]] = Field(
+        ["greedy", "token", "block"], description="verification rules"
+    )
+    checkpoint: Literal["last", "best"] = Field("last", description="the paper evaluates the last checkpoint")
+    dynamics_texts: int = Field(0, ge=0, description="training texts for the figure of training dynamics")
+
+
+class StudyRecipe(Section):
+    """A study: every combination of its targets, drafters, objectives and seeds is a cell."""
+
+    name: str = Field(description="of the study")
+    targets: dict[str, StudyTarget] = Field(description="targets by name")
+    drafters: list[Literal["dflash", "dspark"]] = Field(["dflash", "dspark"], min_length=1)
+    objectives: dict[str, StudyObjective] = Field(description="objectives by name")
+    seeds: list[int] = Field([42], min_length=1, description="each seed is a cell of its own")
+    set: list[str] = Field([], description="recipe fields for all cells, as key.path=value")
+    evaluation: StudyEvaluation = StudyEvaluation()
+
+    @field_validator("targets", "objectives")
+    @classmethod
+    def _safe_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        wrong = [name for name in value if not name or not all(c.isalnum() or c in "-_." for c in name)]
+        if wrong or not value:
+            raise ValueError(f"names are letters, digits, '-', '_' and '.', got {wrong or 'none'}")
+        return value
+
+    @property
+    def cells(self) -> "list[Cell]":
+        """All cells, seed by seed, so that an interrupted study has whole seeds."""
+        return [
+            Cell(self, target, drafter, objective, seed)
+            for seed in self.seeds
+            for target in self.targets
+            for drafter in self.drafters
+            for objective in self.objectives
+        ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run of a study."""
+
+    study: StudyRecipe
+    target: str
+    drafter: Literal["dflash", "dspark"]
+    objective: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """A name that no other cell has, which is also the run's folder."""
+        return f"{self.target}-{self.drafter}-{self.objective}-seed{self.seed}"
+
+    @property
+    def drafter_name(self) -> str:
+        """The name of the drafter in the evaluation of its target and seed."""
+        return f"{self.drafter}-{self.objective}"
+
+    @property
+    def recipe_name(self) -> str:
+        """The shipped recipe that the cell starts from."""
+        target, objective = self.study.targets[self.target], self.study.objectives[self.objective]
+        return f"{target.recipe}-{self.drafter}-{objective.recipe}"
+
+    def assignments(self, data: Path, cache: Path) -> list[str]:
+        """Return the fields that the cell sets, in the order in which they override each other."""
+        target, objective = self.study.targets[self.target], self.study.objectives[self.objective]
+        return [
+            f"data.path={data}", f"data.cache={cache}", f"seed={self.seed}", "logging.tensorboard=false",
+            *self.study.set, *target.set, *objective.set,
+        ]  # fmt: skip
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The cell's recipe; its data folder is left open."""
+        return load_recipe(self.recipe_name, self.assignments(Path("data"), Path("features")))
+
+
+def shipped_studies() -> list[str]:
+    """Return the names of the shipped studies."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -> StudyRecipe:
+    """Load a shipped study by name, or a YAML file, with ``key.path=value`` laid over it; every cell is checked."""
+    name = str(name_or_path)
+    path = FOLDER / f"{name}.yaml" if name in shipped_studies() else Path(name_or_path)
+    if not path.is_file():
+        near = difflib.get_close_matches(name, shipped_studies(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"shipped: {', '.join(shipped_studies())}"
+        raise StudyError(f"{name}: neither a file nor a shipped study; {hint}")
+    try:
+        study = StudyRecipe.model_validate(override(read_yaml_file(path), assignments or []))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the study"
+        raise StudyError(f"{name}: {where}: {first['msg']}") from error
+    for cell in study.cells:
+        if cell.recipe_name not in shipped_names():
+            raise StudyError(f"{name}: {cell.name} needs a recipe {cell.recipe_name!r}, which is not shipped")
+        _ = cell.recipe  # a mistake in any cell is said before anything runs
+    return study

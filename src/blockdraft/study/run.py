@@ -1,0 +1,215 @@
+"""Running a study: data, cells side by side, evaluations, one report; every stage resumes where it stopped.
+
+out/study.yaml                     the study
+out/data/TARGET/                   texts of each target
+out/features/TARGET-DRAFTER-seedS/ their features, shared by the cells of a seed, if recipes say so
+out/runs/CELL/                     training runs
+out/evaluations/TARGET-seedS/      all drafters of one target and seed, on the same prompts
+out/report/                        tables over seeds, and the report of every evaluation
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from blockdraft.files import atomic_write, exclusive
+from blockdraft.runs import Run, RunError
+from blockdraft.study.plan import Cell, StudyError, StudyRecipe
+from blockdraft.study.summary import StudySummary, summarize
+
+OnProgress = Callable[[str, int, int, int], None]
+"""(stage, done, of, tokens made now)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command of a study: what it makes, and how to make it."""
+
+    name: str
+    arguments: list[str]
+
+    @property
+    def command(self) -> list[str]:
+        """The command line, for a process of its own."""
+        return [sys.executable, "-m", "blockdraft", *self.arguments]
+
+    def __str__(self) -> str:
+        return shlex.join(["blockdraft", *self.arguments])
+
+
+class Study:
+    """A study in its folder."""
+
+    def __init__(
+        self, recipe: StudyRecipe, out: str | Path, *, num_jobs: int = 1, on_progress: OnProgress | None = None
+    ) -> None:
+        self.recipe, self.out, self.num_jobs = recipe, Path(out), num_jobs
+        self.on_progress = on_progress or (lambda _stage, _done, _of, _tokens: None)
+
+    # What there is to do
+
+    def data_folder(self, target: str) -> Path:
+        """Return the folder of a target's texts: the one that the study names, or the one that it makes."""
+        return self.recipe.targets[target].data or self.out / "data" / target
+
+    def run_folder(self, cell: Cell) -> Path:
+        """Return the folder of a cell's training run."""
+        return self.out / "runs" / cell.name
+
+    def evaluation_folder(self, target: str, seed: int) -> Path:
+        """Return the folder where all drafters of one target and seed are evaluated together."""
+        return self.out / "evaluations" / f"{target}-seed{seed}"
+
+    def data_jobs(self) -> list[Job]:
+        """Return the commands that choose prompts and let the targets answer them."""
+        jobs = []
+        for name, target in self.recipe.targets.items():
+            if target.data is not None:
+                continue
+            prompts = self.out / "data" / f"{name}.prompts.jsonl"
+            if not prompts.exists():
+                chosen = ["--num", str(target.num_prompts), "--out", str(prompts)]
+                jobs.append(Job(f"prompts for {name}", ["data", "prompts", "--from", target.prompts, *chosen]))
+            limits = ["--max-new-tokens", str(target.max_new_tokens), "--max-length", str(target.max_length)]
+            folders = ["--prompts", str(prompts), "--out", str(self.data_folder(name))]
+            model = next(cell for cell in self.recipe.cells if cell.target == name).recipe.target.name
+            jobs.append(Job(f"data for {name}", ["data", "regenerate", "--target", model, *folders, *limits]))
+        return jobs
+
+    def training_job(self, cell: Cell) -> Job:
+        """Return the command that trains one cell."""
+        cache = self.out / "features" / f"{cell.target}-{cell.drafter}-seed{cell.seed}"
+        fields = cell.assignments(self.data_folder(cell.target), cache)
+        return Job(cell.name, ["train", cell.recipe_name, *fields, "--out", str(self.run_folder(cell))])
+
+    def evaluation_job(self, target: str, seed: int) -> Job:
+        """Return the command that evaluates all drafters of one target and seed."""
+        evaluation = self.recipe.evaluation
+        cells = [cell for cell in self.recipe.cells if (cell.target, cell.seed) == (target, seed)]
+        drafters = [f"{c.drafter_name}={Run.open(self.run_folder(c)).checkpoint(evaluation.checkpoint)}" for c in cells]
+        arguments = ["evaluate", "--target", cells[0].recipe.target.name, "--drafter", *drafters]
+        arguments += ["--tasks", *evaluation.tasks, "--rules", *evaluation.rules]
+        arguments += ["--max-new-tokens", str(evaluation.max_new_tokens), "--seed", str(seed)]
+        arguments += ["--dynamics-texts", str(evaluation.dynamics_texts)]
+        if evaluation.num_prompts is not None:
+            arguments += ["--num-prompts", str(evaluation.num_prompts)]
+        if evaluation.prompts is not None:
+            arguments += ["--prompts", str(evaluation.prompts)]
+        return Job(
+            f"evaluation of {target}, seed {seed}", [*arguments, "--out", str(self.evaluation_folder(target, seed))]
+        )
+
+    def steps_done(self, cell: Cell) -> tuple[int, int | None]:
+        """Return the steps that a cell has taken, and how many it will take; None if that is not known yet."""
+        try:
+            run = Run.open(self.run_folder(cell))
+        except RunError:
+            return 0, None
+        metrics = run.metrics()
+        saved = max(run.checkpoints(), default=0)
+        return max(saved, metrics[-1]["step"] if metrics else 0), run.info.num_steps
+
+    def is_trained(self, cell: Cell) -> bool:
+        """Return whether a cell's last checkpoint is the end of its training."""
+        try:
+            run = Run.open(self.run_folder(cell))
+        except RunError:
+            return False
+        return run.info.num_steps in run.checkpoints()
+
+    # Doing it
+
+    def run(self) -> StudySummary:
+        """Do all that is left, and write the report."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        with exclusive(self.out):
+            self._remember()
+            for number, job in enumerate(jobs := self.data_jobs()):
+                self.on_progress("data", number, len(jobs), 0)
+                self._run([job], 1, lambda: None)
+            self._train()
+            self._evaluate()
+            return summarize(self.recipe, self.out)
+
+    def _remember(self) -> None:
+        file = self.out / "study.yaml"
+        text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
+        if file.exists() and file.read_text(encoding="utf-8") != text:
+            before = yaml.safe_load(file.read_text(encoding="utf-8"))
+            grown = before | {
+                key: value for key, value in yaml.safe_load(text).items() if key in ("seeds", "objectives")
+            }
+            if grown != yaml.safe_load(text):
+                raise StudyError(
+                    f"{self.out} holds another study; only seeds and objectives may be added. Choose another --out"
+                )
+        with atomic_write(file) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+
+    def _train(self) -> None:
+        cells = self.recipe.cells
+        left = [cell for cell in cells if not self.is_trained(cell)]
+
+        def show() -> None:
+            done = sum(self.steps_done(cell)[0] for cell in cells)
+            known = [of for _, of in map(self.steps_done, cells) if of]
+            of = round(sum(known) / len(known) * len(cells)) if known else len(cells)
+            self.on_progress("training, steps of all cells", done, max(of, done), 0)
+
+        first = {
+            (cell.target, cell.drafter, cell.seed): cell
+            for cell in reversed(left)
+            if cell.recipe.data.features == "cached"
+        }
+        for cell in first.values():  # it builds the cache that the others of its seed read
+            self._run([self.training_job(cell)], 1, show)
+        others = [self.training_job(cell) for cell in left if cell not in first.values()]
+        self._run(others, self.num_jobs, show)
+
+    def _evaluate(self) -> None:
+        pairs = [(target, seed) for seed in self.recipe.seeds for target in self.recipe.targets]
+        for number, (target, seed) in enumerate(pairs):
+            self.on_progress("evaluations", number, len(pairs), 0)
+            self._run([self.evaluation_job(target, seed)], 1, lambda: None)
+        self.on_progress("evaluations", len(pairs), len(pairs), 0)
+
+    def _run(self, jobs: Sequence[Job], num_at_once: int, show: Callable[[], None]) -> None:
+        """Run commands, some at once; if one fails, the others are told to save and stop."""
+        threads = max(1, (os.cpu_count() or 1) // num_at_once)
+        environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        logs = self.out / "logs"
+        logs.mkdir(exist_ok=True)
+        waiting, running = list(jobs), dict[str, subprocess.Popen[bytes]]()
+        failed: list[str] = []
+        try:
+            while (waiting and not failed) or running:
+                while waiting and len(running) < num_at_once and not failed:
+                    job = waiting.pop(0)
+                    with self._log(job.name).open("ab") as log:
+                        running[job.name] = subprocess.Popen(job.command, stdout=log, stderr=log, env=environment)
+                time.sleep(0.2)
+                for name, child in list(running.items()):
+                    if child.poll() is not None:
+                        del running[name]
+                        if child.returncode:
+                            failed.append(name)
+                show()
+        finally:
+            for child in running.values():
+                child.send_signal(signal.SIGTERM)
+            for child in running.values():
+                child.wait()
+        if failed:
+            last = self._log(failed[0]).read_text(errors="replace").strip().splitlines()[-1:]
+            raise StudyError(f"{failed[0]} failed: {' '.join(last)} (all of it: {self._log(failed[0])})")
+
+    def _log(self, name: str) -> Path:
+        return self.out / "logs" / f"{name.replace(' ', '-').replace(',', '')}.log"

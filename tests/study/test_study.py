@@ -1,0 +1,104 @@
+"""Studies: shipped ones are valid, cells are what the paper has, and a stopped study ends with the same report."""
+
+import csv
+import json
+
+import pytest
+
+from blockdraft.recipes import RecipeError
+from blockdraft.study import Study, StudyError, load_study, shipped_studies
+from blockdraft.study.summary import Spread
+
+TINY = """
+name: tiny
+targets: {pocket: {recipe: pocket, prompts: pocket, num_prompts: 24, max_new_tokens: 24, max_length: 160}}
+drafters: [dflash]
+objectives: {ce: {recipe: ce}, bv: {recipe: bv, set: [annealing.final=1.0]}}
+seeds: [1]
+set: [optimizer.max_steps=3, drafter.num_layers=1, drafter.num_proposals=4, data.num_heldout=4,
+      logging.heldout_blocks=8, logging.save_steps=1, logging.logging_steps=1, runtime.device=cpu, data.features=cached]
+evaluation: {tasks: [pocket-math], num_prompts: 2, max_new_tokens: 12, rules: [token, block]}
+"""
+
+
+def test_every_shipped_study_is_valid_and_the_papers_has_its_28_cells():
+    assert shipped_studies() == ["paper", "pocket", "pocket-short", "smollm2"]
+    for name in shipped_studies():
+        assert load_study(name).cells
+    paper = load_study("paper")
+    assert len(paper.cells) == len({cell.name for cell in paper.cells}) == 28
+    for cell in paper.cells:
+        assert cell.recipe.logging.keep_epoch_checkpoints
+        assert cell.recipe.drafter.kind == cell.drafter
+        annealing = cell.recipe.resolved().annealing
+        if cell.objective == "bv":
+            assert (annealing.ratio, annealing.initial, annealing.final) == (0.5, 0.0, 1.0)
+        else:
+            assert annealing is None
+    assert paper.evaluation.checkpoint == "last"
+    matrix = load_study("pocket")
+    assert len(matrix.cells) == 2 * 12 * 3
+
+
+def test_mistakes_are_said_before_anything_runs(tmp_path):
+    with pytest.raises(StudyError, match="did you mean 'pocket-short'"):
+        load_study("pocket-shot")
+    file = tmp_path / "s.yaml"
+    file.write_text(TINY.replace("recipe: ce", "recipe: cee"))
+    with pytest.raises(StudyError, match="'pocket-dflash-cee', which is not shipped"):
+        load_study(file)
+    file.write_text(TINY.replace("annealing.final=1.0", "annealing.finl=1.0"))
+    with pytest.raises(RecipeError, match="did you mean 'final'"):
+        load_study(file)
+    file.write_text(TINY.replace("seeds: [1]", "sed: [1]"))
+    with pytest.raises(StudyError, match="sed"):
+        load_study(file)
+
+
+def test_a_spread_over_seeds_is_students():
+    three = Spread((1.0, 2.0, 3.0))
+    assert (three.mean, three.deviation) == (2.0, 1.0)
+    low, high = three.interval
+    assert (low, high) == (pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
+    assert three.shown().text == "2.00 ± 1.00"
+    alone = Spread((1.5,))
+    assert alone.interval is None
+    assert alone.shown().text == "1.50"
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = load_study("s.yaml")
+    whole = Study(study, "whole", num_jobs=2).run()
+
+    def stop_in(wanted):
+        def stop(stage, done, _of, _tokens):
+            if stage.startswith(wanted) and done >= 1:
+                raise StopError
+
+        return stop
+
+    for stage in ("training", "evaluations"):
+        with pytest.raises(StopError):
+            Study(study, "parts", num_jobs=1, on_progress=stop_in(stage)).run()
+    parts = Study(study, "parts").run()
+    for name in ("predicted-length", "acceptance-length", "predicted-length-over-ce"):
+        files = [tmp_path / each / "report" / "tables" / f"study-{name}.csv" for each in ("whole", "parts")]
+        rows = [list(csv.DictReader(file.open())) for file in files]
+        assert rows[0] == rows[1]
+        assert rows[0]
+    assert whole.wins == parts.wins
+    assert whole.wins["bv"][1] == 2  # one task, two rules
+    assert json.loads((tmp_path / "whole" / "report" / "wins.json").read_text())
+    assert parts.page.exists()
+    plan = Study(study, "parts")
+    assert all(plan.is_trained(cell) for cell in study.cells)
+    assert [plan.steps_done(cell) for cell in study.cells] == [(3, 3), (3, 3)]
+    with pytest.raises(StudyError, match="holds another study"):
+        Study(load_study("s.yaml", ["evaluation.num_prompts=1"]), "parts").run()
