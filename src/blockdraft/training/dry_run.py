@@ -40,7 +40,7 @@ def dry_run(recipe: Recipe, target: Target, processes: Distributed) -> Iterator[
             yield f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient {metrics['norm']:.4f}"
         trainer.save(trainer.evaluate().get("heldout_length_block"))
         if processes.is_main:
-            again = load_drafter(Path(folder) / "checkpoint", target)
+            again = load_drafter(Path(folder) / "checkpoint", target, dtype=torch.float32)
             if not processes.is_distributed:  # otherwise this process may hold a share of them
                 ours = trainer.drafter.state_dict()
                 if not all(torch.equal(ours[name], tensor) for name, tensor in again.state_dict().items()):
