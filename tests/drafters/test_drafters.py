@@ -1,23 +1,14 @@
 """The training forward, three ways and from scratch; who sees what; drafting with a cache."""
 
-import dataclasses
+import functools
 import itertools
 
 import pytest
 import torch
 
-from blockdraft.drafters import (
-    Anchors,
-    CheckpointError,
-    DrafterConfig,
-    FlexAttention,
-    GroupedAttention,
-    ReferenceAttention,
-    SlotLayout,
-    build_drafter,
-    load_drafter,
-    save_drafter,
-)
+from blockdraft.decoding import generate
+from blockdraft.drafters import Anchors, FlexAttention, GroupedAttention, ReferenceAttention, SlotLayout, build_drafter
+from blockdraft.errors import BlockdraftError
 from blockdraft.losses import fused_linear_objective, objective
 
 from tiny import tiny_drafter, tiny_target
@@ -239,17 +230,62 @@ def test_markov_heads_step_by_step_and_all_at_once(head):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_proposals", [1, 2, 3, 4])
+def test_a_shorter_block_is_that_of_a_drafter_with_fewer_slots(kind, num_proposals):
+    """The reference: a drafter of the same weights that has only so many slots, run by the training forward."""
+    target, drafter, tokens, features, _ = scene(kind)
+    shorter = build_drafter(drafter.config.replace(num_proposals=num_proposals)).double()
+    shorter.load_state_dict(drafter.state_dict())
+    cache, anchor = drafter.new_cache(20), int(tokens[0, 9])
+    drafter.extend(cache, features[:1, :9])
+    proposal = drafter.propose(
+        cache, anchor, target, 0.7, torch.Generator().manual_seed(5), num_proposals=num_proposals
+    )
+    assert proposal.tokens.shape == (1, num_proposals)
+    hidden = run(shorter, target, tokens, features, Anchors.of(torch.tensor([0]), torch.tensor([9])))
+    previous = torch.cat([torch.tensor([[anchor]]), proposal.tokens[:, :-1]], 1)
+    expected = (shorter.logits(hidden, previous, target).float() / 0.7).softmax(-1).detach()
+    torch.testing.assert_close(proposal.probs, expected, atol=1e-6, rtol=1e-5)
+    whole = drafter.propose(cache, anchor, target, 0.7, torch.Generator().manual_seed(5))
+    if num_proposals == 4:
+        assert torch.equal(proposal.tokens, whole.tokens)
+        assert torch.equal(proposal.probs, whole.probs)
+    else:  # the slots that are missing were seen by the others
+        assert not torch.allclose(proposal.probs[:, 0], whole.probs[:, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shorter_blocks_decode_the_targets_own_text(kind, monkeypatch):
+    target = tiny_target()
+    drafter = tiny_drafter(kind, target)
+    alone = generate(target, None, [7, 8, 9], temperature=0.0, max_new_tokens=24)
+    monkeypatch.setattr(drafter, "propose", functools.partial(drafter.propose, num_proposals=2))
+    out = generate(target, drafter, [7, 8, 9], temperature=0.0, max_new_tokens=24)
+    assert out.tokens == alone.tokens
+    assert max(len(each.drafted) for each in out.rounds) == 2
+
+
+@pytest.mark.parametrize("num_proposals", [0, -1, 5])
+def test_no_more_can_be_proposed_than_was_trained(num_proposals):
+    target, drafter, *_ = scene()
+    with pytest.raises(BlockdraftError, match=f"trained to propose 4 tokens.* not {num_proposals}"):
+        drafter.propose(drafter.new_cache(20), 8, target, 1.0, num_proposals=num_proposals)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-def test_tokens_are_drawn_from_the_law_reported(kind, temperature):
+@pytest.mark.parametrize("num_proposals", [4, 2])
+def test_tokens_are_drawn_from_the_distribution_reported(kind, temperature, num_proposals):
     """Frequencies of the first token, and of the second given the first, against the reported q."""
     target, drafter, _, features, _ = scene(kind)
     cache = drafter.new_cache(20)
     drafter.extend(cache, features[:1, :6])
     generator = torch.Generator().manual_seed(0)
-    draws = [drafter.propose(cache, 8, target, temperature, generator) for _ in range(1500)]
+    draws = [
+        drafter.propose(cache, 8, target, temperature, generator, num_proposals=num_proposals) for _ in range(1500)
+    ]
     first = torch.stack([d.tokens[0, 0] for d in draws])
-    law = draws[0].probs[0, 0]
-    expected = law * len(draws)
+    expected = draws[0].probs[0, 0] * len(draws)
     observed = torch.bincount(first, minlength=40)
     assert (observed[expected == 0] == 0).all()
     keep = expected > 5
@@ -257,88 +293,19 @@ def test_tokens_are_drawn_from_the_law_reported(kind, temperature):
     assert float(chi_square) < 3 * int(keep.sum()) + 30
     for d in draws[:50]:
         assert (d.probs[0].gather(1, d.tokens.T) > 0).all()
-        torch.testing.assert_close(d.probs.sum(-1), torch.ones(1, 4))
+        torch.testing.assert_close(d.probs.sum(-1), torch.ones(1, num_proposals))
 
 
 def test_layouts_are_explicit_and_give_the_same_number_of_predictions():
     target, drafter, tokens, features, anchors = scene()
     assert drafter.config.slot_layout is SlotLayout.FILL_IN
     assert drafter.config.num_slots == 5
-    other = build_drafter(dataclasses.replace(drafter.config, slot_layout=SlotLayout.NEXT_TOKEN)).double()
+    other = build_drafter(drafter.config.replace(slot_layout=SlotLayout.NEXT_TOKEN)).double()
     other.load_state_dict(drafter.state_dict())
     assert other.config.num_slots == 4
     fill_in, next_token = (run(d, target, tokens, features, anchors) for d in (drafter, other))
     assert fill_in.shape == next_token.shape == (7, 4, 32)
     assert not torch.allclose(fill_in, next_token)
-
-
-def test_the_papers_shape_by_default():
-    target = tiny_target(num_layers=12)
-    dflash, dspark = (DrafterConfig.for_target(k, target) for k in KINDS)
-    assert (dflash.num_layers, dflash.num_proposals, dflash.num_slots) == (5, 15, 16)
-    assert (dspark.num_layers, dspark.num_proposals, dspark.num_slots) == (5, 15, 15)
-    assert (dspark.markov_rank, dspark.markov_head, dspark.confidence_head) == (256, "vanilla", False)
-    assert len(dflash.target_layers) == 5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head", ["vanilla", "rnn"])
-def test_a_checkpoint_round_trip_is_exact(kind, head, tmp_path):
-    target = tiny_target()
-    changes = {"markov_head": head, "confidence_head": True} if kind == "dspark" else {}
-    drafter = tiny_drafter(kind, target, **changes)
-    save_drafter(drafter, tmp_path)
-    loaded = load_drafter(tmp_path, target)
-    assert loaded.config == drafter.config
-    assert not loaded.training
-    for name, tensor in drafter.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-
-
-def test_tensor_names_are_those_of_the_published_checkpoints():
-    drafter = tiny_drafter("dspark", tiny_target(), num_layers=1, markov_head="gated", confidence_head=True)
-    assert set(drafter.state_dict()) == {
-        "fc.weight", "hidden_norm.weight", "norm.weight",
-        "layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight",
-        *(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"),
-        *(f"layers.0.self_attn.{x}_norm.weight" for x in "qk"),
-        *(f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
-        "markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
-        "markov_head.gate_proj.weight", "markov_head.gate_proj.bias",
-        "confidence_head.proj.weight", "confidence_head.proj.bias",
-    }  # fmt: skip
-
-
-def test_damaged_or_foreign_checkpoints_are_refused_by_name(tmp_path):
-    target = tiny_target()
-    drafter = tiny_drafter("dflash", target)
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        load_drafter(tmp_path, target)
-    save_drafter(drafter, tmp_path)
-    config = (tmp_path / "config.json").read_text()
-    for old, new, message in (
-        ('"num_layers": 2', '"num_layers": 3', "missing layers.2"),
-        ('"num_layers": 2', '"num_layers": 1', "unexpected layers.1"),
-        ('"intermediate_size": 48', '"intermediate_size": 40', "is .*, not"),
-        ('"slot_layout": "fill_in",', "", "missing keys .*slot_layout"),
-        ('"kind": "dflash"', '"kind": "dflash", "colour": 1', "unknown keys .*colour"),
-        ('"vocab_size": 40', '"vocab_size": 41', "vocabulary is 41"),
-        ('"slot_layout": "fill_in"', '"slot_layout": "sideways"', "sideways"),
-    ):
-        assert old in config
-        (tmp_path / "config.json").write_text(config.replace(old, new))
-        with pytest.raises(CheckpointError, match=message):
-            load_drafter(tmp_path, target)
-
-
-def test_options_are_checked():
-    target = tiny_target()
-    with pytest.raises(ValueError, match="did you mean 'num_layers'"):
-        DrafterConfig.for_target("dflash", target, num_layer=3)
-    with pytest.raises(ValueError, match="a DFlash drafter has none"):
-        DrafterConfig.for_target("dflash", target, num_features=3, markov_rank=4, markov_head="vanilla")
-    with pytest.raises(ValueError, match="no confidence head"):
-        tiny_drafter("dspark", target).confidence(torch.zeros(1, 4, 32), torch.zeros(1, 4, dtype=torch.long))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,8 +8,7 @@ import yaml
 
 from blockdraft.drafters import load_drafter, save_drafter
 from blockdraft.export import export_drafter
-from blockdraft.export.card import front_matter, licence_of
-from blockdraft.export.run import RunFacts, run_facts
+from blockdraft.export.card import RunFacts, front_matter, licence_of, run_facts
 from blockdraft.targets import fingerprint, load_target
 
 from runs import make_data, target, train

@@ -7,8 +7,7 @@ import torch
 
 from blockdraft.drafters import CheckpointError, DrafterConfig, SlotLayout, load_drafter
 from blockdraft.drafters.checkpoint import write_json, write_tensors
-from blockdraft.drafters.foreign import read_config
-from blockdraft.drafters.formats import FormatError, Surroundings, format_of, write_config
+from blockdraft.drafters.formats import FormatError, Surroundings, format_of, read_config, write_config
 
 from tiny import tiny_drafter, tiny_target
 

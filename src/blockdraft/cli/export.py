@@ -1,6 +1,9 @@
 """``blockdraft export`` and ``blockdraft export-target``."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,78 +11,118 @@ import typer
 from blockdraft.cli.data import precision
 
 if TYPE_CHECKING:
+    from blockdraft.export import EngineNote
     from blockdraft.targets import Target
 
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as it is if not given.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Write the weights as float32, bfloat16 or float16; as they are stored if not given.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace an export that is there.")]
 
 
 def export(
-    checkpoint: Annotated[Path | None, typer.Argument(help="A drafter's folder, of ours or of anyone's.")] = None,
-    flavour: Annotated[str | None, typer.Option("--format", help="flat (SGLang, vLLM) or speculators (vLLM).")] = None,
-    out: Annotated[Path | None, typer.Option(help="The new folder.")] = None,
-    check: Annotated[Path | None, typer.Option(help="Check this export, against CHECKPOINT if given.")] = None,
-    target: Annotated[str | None, typer.Option(help="pocket, smollm2, a Hugging Face id or a folder.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="The drafter: its folder, a run's folder, or a Hugging Face id.")
+    ] = None,
+    flavour: Annotated[
+        str | None, typer.Option("--format", help="The format to write: flat (SGLang, vLLM) or speculators (vLLM).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The new folder to write.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Write nothing; check this export, against CHECKPOINT if it is given.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="The drafter's target: pocket, smollm2, a Hugging Face id or a folder; else the run's."),
+    ] = None,
     verifier: Annotated[
-        str | None, typer.Option(help="How the engine finds the target; --target if not given.")
+        str | None, typer.Option(help="The name or path under which the engine finds the target; else --target.")
     ] = None,
     dtype: Dtype = None,
     force: Force = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written and all notes as JSON.")] = False,
 ) -> None:
-    """Write a drafter as serving engines read it, or check what was written."""
+    """Write a drafter in a format that serving engines read, or check one that was written.
+
+    Afterwards it says what each engine does with the drafter, and the command that serves it.
+    """
     if check is not None:
         if flavour is not None or out is not None:
-            raise typer.BadParameter("nothing is written by a check", param_hint="--check")
-        _check(check, checkpoint, target)
+            raise typer.BadParameter("a check writes nothing, so it takes no --format or --out", param_hint="--check")
+        _check(check, checkpoint, target, as_json)
         return
-    from blockdraft.drafters import load_drafter
+    from blockdraft.drafters import find_drafter, load_drafter
+    from blockdraft.drafters.checkpoint import load_json, stored_dtype
     from blockdraft.drafters.formats import FORMATS
-    from blockdraft.export import check_export, export_drafter
-    from blockdraft.export.run import run_facts
+    from blockdraft.export import check_export, engine_notes, export_drafter, run_facts
+    from blockdraft.export.commands import STATE_SAMPLING
 
     if checkpoint is None or out is None:
-        raise typer.BadParameter("say which CHECKPOINT and --out, or --check an export")
+        raise typer.BadParameter("say which CHECKPOINT to write and where with --out, or check an export with --check")
     if flavour not in FORMATS:
         raise typer.BadParameter(f"{flavour!r} is not one of {', '.join(FORMATS)}", param_hint="--format")
-    facts = run_facts(checkpoint)
-    model = _target(target or facts.target, None)
-    drafter = load_drafter(checkpoint, model)
-    done = export_drafter(
-        drafter, model, out, flavour, dtype=precision(dtype), verifier=verifier, facts=facts, force=force
-    )
-    check_export(out, target=model, checkpoint=checkpoint)
+    chosen, folder = precision(dtype), find_drafter(checkpoint)
+    facts = run_facts(folder)
+    load_json(folder)  # what is no drafter is refused before a target is loaded
+    model = _target(target or facts.target)
+    drafter = load_drafter(folder, model, dtype=stored_dtype(folder))
+    done = export_drafter(drafter, model, out, flavour, dtype=chosen, verifier=verifier, facts=facts, force=force)
+    checked = check_export(out, target=model, checkpoint=folder)
+    notes = engine_notes(drafter.config, flavour, done.verifier, str(out))
+    if as_json:
+        written = asdict(done) | {"folder": str(out), "checked": checked.lines}
+        print(
+            json.dumps(
+                {"export": written, "engines": [asdict(each) for each in notes], "note": STATE_SAMPLING}, indent=2
+            )
+        )
+        return
     print(f"{out}: {flavour}, {done.num_tensors} tensors of {done.dtype}, {done.num_bytes / 2**20:,.1f} MiB; checked")
+    for note in notes:
+        print(f"\n{_in_words(note)}")
+    print(f"\n{STATE_SAMPLING}")
 
 
 def export_target(
-    target: Annotated[str, typer.Argument(help="pocket, smollm2, a Hugging Face id or a folder.")],
-    out: Annotated[Path, typer.Option(help="The new folder.")],
+    target: Annotated[str, typer.Argument(help="The target: pocket, smollm2, a Hugging Face id or a folder.")],
+    out: Annotated[Path, typer.Option(help="The new folder to write.")],
     dtype: Dtype = None,
     force: Force = False,
 ) -> None:
-    """Write a target as an ordinary Hugging Face folder, which any engine loads."""
+    """Write a target as an ordinary Hugging Face folder, which any engine can load."""
     from blockdraft.export import export_target as write
     from blockdraft.targets import load_target
 
     write(load_target(target, dtype=precision(dtype)), out, force=force)
-    print(f"{out}: config, weights, tokenizer and chat template of {target}")
+    print(f"{out}: configuration, weights, tokenizer and chat template of {target}")
 
 
-def _check(folder: Path, checkpoint: Path | None, target: str | None) -> None:
-    from blockdraft.export import check_export
-    from blockdraft.export.run import run_facts
+def _check(folder: Path, checkpoint: str | None, target: str | None, as_json: bool) -> None:
+    from blockdraft.drafters import find_drafter
+    from blockdraft.export import check_export, run_facts
 
-    name = target or (run_facts(checkpoint).target if checkpoint is not None else None)
-    model = _target(name, None) if name is not None or checkpoint is not None else None
-    checked = check_export(folder, target=model, checkpoint=checkpoint)
+    original = None if checkpoint is None else find_drafter(checkpoint)
+    name = target or (run_facts(original).target if original is not None else None)
+    model = _target(name) if name is not None or original is not None else None
+    checked = check_export(folder, target=model, checkpoint=original)
+    if as_json:
+        print(json.dumps({"folder": str(folder), "format": checked.flavour, "checked": checked.lines}, indent=2))
+        return
     print(f"{folder}: {checked.flavour}, as it must be")
     for line in checked.lines:
         print(f"  {line}")
 
 
-def _target(name: str | None, dtype: str | None) -> "Target":
+def _target(name: str | None) -> "Target":
     from blockdraft.targets import load_target
 
     if name is None:
-        raise typer.BadParameter("the folder does not tell its target", param_hint="--target")
-    return load_target(name, dtype=precision(dtype))
+        raise typer.BadParameter("the drafter's folder does not say which target it is for", param_hint="--target")
+    return load_target(name)
+
+
+def _in_words(note: "EngineNote") -> str:
+    """Put what an engine does into lines for a terminal."""
+    if note.command is None:
+        return note.summary
+    return "\n".join([note.summary, indent(note.command, "    "), *(f"  {each}" for each in note.notes)])

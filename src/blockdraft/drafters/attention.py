@@ -31,6 +31,7 @@ class Anchors:
 
     @classmethod
     def of(cls, row: Tensor, position: Tensor, start: Tensor | None = None) -> "Anchors":
+        """Return anchors whose sequences begin at index 0 of their rows unless ``start`` says otherwise."""
         return cls(row, position, torch.zeros_like(position) if start is None else start)
 
     def __len__(self) -> int:
@@ -38,15 +39,18 @@ class Anchors:
 
 
 class BlockAttention(ABC):
-    """How A blocks of S slots attend."""
+    """Define how A blocks of S slots attend."""
 
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor) -> Tensor:
-        """Blocks' q ``[A, heads, S, d]``, k, v ``[A, kv_heads, S, d]``, context ``[N, kv_heads, T, d]`` -> as q."""
+        """Attend with q ``[A, heads, S, d]`` to k, v ``[A, kv_heads, S, d]`` and the context's ``[N, kv_heads, T, d]``.
+
+        Returns ``[A, heads, S, d]``.
+        """
 
 
 class ReferenceAttention(BlockAttention):
-    """From the definition: one block at a time, softmax written out."""
+    """Attend by the definition: one block at a time, softmax written out."""
 
     def __init__(self, anchors: Anchors) -> None:
         self.anchors = anchors
@@ -64,7 +68,7 @@ class ReferenceAttention(BlockAttention):
 
 
 class GroupedAttention(BlockAttention):
-    """Plain SDPA over groups of blocks of one text.
+    """Attend with plain SDPA over groups of blocks of one text.
 
     A group of up to G blocks, neighbours in their text, attends to one copy of the context that its last
     block sees and to its own G * S slots under one mask: the waste are foreign slots and context that only
@@ -110,7 +114,7 @@ class _Call:
 
     @classmethod
     def of(cls, anchors: Anchors, blocks: Tensor, num_slots: int, context_length: int) -> "_Call":
-        """For these blocks ``[n, G]``."""
+        """Prepare the call for these blocks ``[n, G]``."""
         num_groups, group_size = blocks.shape
         seen = (anchors.position - anchors.start)[blocks]  # [n, G]
         t = torch.arange(max(1, int(seen.max())), device=blocks.device)
@@ -122,7 +126,7 @@ class _Call:
         return cls(blocks.flatten(), context.flatten(), torch.cat([visible, own], -1).unsqueeze(1))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor) -> Tensor:
-        """``[A, S, heads, d]`` and a context ``[N * T, kv_heads, d]`` -> ``[n, G * S, heads, d]``."""
+        """Attend with blocks ``[A, S, heads, d]`` to a context ``[N * T, kv_heads, d]``; ``[n, G * S, heads, d]``."""
         num_groups = len(self.mask)
 
         def of_groups(x: Tensor, index: Tensor) -> Tensor:
@@ -136,7 +140,7 @@ class _Call:
 
 
 def _grouped(anchors: Anchors, context_length: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Blocks ``[groups, G]``, those of a text together and in order, and which places hold one."""
+    """Return blocks ``[groups, G]``, those of a text together and in order, and which places hold one."""
     text = anchors.row * context_length + anchors.start
     order = torch.argsort(text * context_length + anchors.position, stable=True)
     counts = torch.unique_consecutive(text[order], return_counts=True)[1]
@@ -150,7 +154,7 @@ def _grouped(anchors: Anchors, context_length: int, group_size: int) -> tuple[Te
 
 
 class FlexAttention(BlockAttention):
-    """Flex attention over all blocks at once, for GPUs; compiled there, and only the visible tiles are computed."""
+    """Attend with flex attention over all blocks at once; compiled on a GPU, it computes only the visible tiles."""
 
     def __init__(self, anchors: Anchors, num_slots: int, num_rows: int, context_length: int) -> None:
         row, position, start = anchors.row, anchors.position, anchors.start
@@ -179,17 +183,17 @@ class FlexAttention(BlockAttention):
 
 
 def _line_up(x: Tensor) -> Tensor:
-    """``[A, h, S, d]`` -> ``[1, h, A * S, d]``."""
+    """Line blocks ``[A, h, S, d]`` up as one row, ``[1, h, A * S, d]``."""
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 @functools.cache
 def _make_mask(compiled: bool) -> Any:
-    """The mask of visible tiles; compiled it never exists in full, as it must not on a GPU."""
+    """Return what makes the mask of visible tiles; compiled, it never exists in full, as it must not on a GPU."""
     return torch.compile(create_block_mask) if compiled else create_block_mask
 
 
 @functools.cache
 def _flex(compiled: bool) -> Any:
-    """Flex attention; compiled it computes only the visible tiles, as it must on a GPU."""
+    """Return flex attention; compiled, it computes only the visible tiles, as it must on a GPU."""
     return torch.compile(flex_attention) if compiled else flex_attention

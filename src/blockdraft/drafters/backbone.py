@@ -18,10 +18,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Rotary:
-    """cos and sin of rotary positions, ``[..., d]`` for positions ``[...]``."""
+    """Give cos and sin of rotary positions, ``[..., d]`` for positions ``[...]``."""
 
     def __init__(self, config: DrafterConfig) -> None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        # on the CPU even where a drafter is built without storage, on the device "meta"
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
         self.frequencies = 1.0 / config.rope_theta**exponents
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,7 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections and head norms; how blocks attend is given from outside."""
+    """Hold the projections and head norms of a layer; how blocks attend is given from outside."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -51,15 +52,15 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """``[N, heads, T, d]``."""
+        """Return queries ``[N, heads, T, d]`` of hidden states ``[N, T, H]``."""
         return rotate(self.q_norm(self._heads(self.q_proj(x))), rotary)
 
     def keys_and_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """``[N, kv_heads, T, d]`` each; for the block and for the context alike."""
+        """Return keys and values, ``[N, kv_heads, T, d]`` each; for the block and for the context alike."""
         return rotate(self.k_norm(self._heads(self.k_proj(x))), rotary), self._heads(self.v_proj(x))
 
     def output(self, attended: Tensor) -> Tensor:
-        """``[N, heads, T, d]`` -> ``[N, T, H]``."""
+        """Map what the heads attended to, ``[N, heads, T, d]``, to hidden states ``[N, T, H]``."""
         projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
@@ -68,7 +69,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """Compute SwiGLU: ``down(silu(gate x) * up x)``."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP on the block's stream."""
+    """Run pre-norm attention and MLP on the block's stream."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def context(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values of the context ``[N, T, H]``, which passes no norm of the layer."""
+        """Return keys and values of the context ``[N, T, H]``, which passes no norm of the layer."""
         return self.self_attn.keys_and_values(context, rotary)
 
     def forward(
@@ -103,11 +104,11 @@ class Layer(nn.Module):
         context_rotary: tuple[Tensor, Tensor],
         attend: Attend,
     ) -> Tensor:
-        """``[A, S, H]`` -> ``[A, S, H]``, given the context ``[N, T, H]``."""
+        """Map a block's stream ``[A, S, H]`` to ``[A, S, H]``, given the context ``[N, T, H]``."""
         return self.block(x, rotary, self.context(context, context_rotary), attend)
 
     def block(self, x: Tensor, rotary: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """The same, given the context's keys and values."""
+        """Do the same, given the context's keys and values."""
         normed = self.input_layernorm(x)
         k, v = self.self_attn.keys_and_values(normed, rotary)
         attended = attend(self.self_attn.queries(normed, rotary), k, v, *context)
@@ -117,7 +118,7 @@ class Layer(nn.Module):
 
 
 class ContextCache:
-    """Keys and values of the context, layer by layer, in storage allocated once.
+    """Keep keys and values of the context, layer by layer, in storage allocated once.
 
     The context is the same for all layers, so one product gives the keys and values of all of them. A block's own are
     written right behind the context and overwritten by whatever comes next: they are never part of the cache.
@@ -144,7 +145,7 @@ class ContextCache:
         self.length = end
 
     def attend(self, layer: int) -> Attend:
-        """Attention of one block to all of the context and to itself.
+        """Return the attention of one block to all of the context and to itself.
 
         Nothing is masked, so the query heads that share a key/value head stand in the place of query positions.
         """

@@ -1,24 +1,34 @@
-"""Drafters on disk: ``config.json`` and ``model.safetensors``, every name and shape checked."""
+"""Drafters on disk and on the Hub: finding them, and reading and writing ``config.json`` and ``model.safetensors``.
 
+Nothing is taken on trust: every name, shape and value of a tensor is checked, and so is the target it was made for.
+"""
+
+import difflib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockdraft.drafters.config import DrafterConfig
+from blockdraft import files
+from blockdraft.drafters.config import DrafterConfig, recorded_fingerprint
 from blockdraft.drafters.drafter import Drafter, build_drafter
-from blockdraft.drafters.foreign import read_config
-from blockdraft.drafters.formats import format_of, frozen_names
+from blockdraft.drafters.formats import format_of, frozen_names, read_config
 from blockdraft.errors import BlockdraftError
-from blockdraft.files import atomic_write
 from blockdraft.targets import Target
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+HOLDS = f"a drafter's folder holds {CONFIG} and {WEIGHTS}"
+BEST_FIRST = ("best", "checkpoint")
+"""What a run's folder calls the checkpoint that did best on held-out texts, and the last one."""
+
+SHIPPED: dict[str, Path] = {}
+"""Folders of drafters that come with the package, by the names that `load_drafter` takes."""
 
 
 class CheckpointError(BlockdraftError):
@@ -32,86 +42,152 @@ def save_drafter(drafter: Drafter, folder: str | Path, tensors: Mapping[str, Ten
     write_json(drafter.config.to_dict(), folder)
 
 
-def load_drafter(folder: str | Path, target: Target) -> Drafter:
-    """Load a drafter for ``target``, on its device, in evaluation mode.
+def load_drafter(
+    name_or_path: str | Path, target: Target, *, dtype: torch.dtype | None = None, same_target: bool = True
+) -> Drafter:
+    """Load a drafter for ``target``, on its device and in evaluation mode.
 
-    The folder is one of ours, one of z-lab's or DeepSpec's, or one of the package speculators. Copies of the
-    target's embedding and head in it must be copies of this target's.
+    Args:
+        name_or_path: a drafter's folder, in our format or in one of z-lab, DeepSpec or the package speculators; a run's
+            folder, of which the best checkpoint is taken; the name of a drafter that comes with the package; or the id
+            of a repository on the Hugging Face Hub, which is downloaded once.
+        target: the model to draft for. Shapes must fit, and so must its fingerprint, if the drafter records one.
+        dtype: of the weights; the target's unless given. Training asks for float32.
+        same_target: refuse a drafter of another target of the same shapes. Pass False to start from one, for example
+            when the target was fine-tuned; decoding with it is lossless, but keeps fewer tokens.
     """
-    folder = Path(folder)
+    folder = find_drafter(name_or_path)
     config = load_config(folder, target.num_layers)
-    _check_target(config, target, folder)
+    _check_target(config, target, folder, same_target)
     tensors = load_tensors(folder)
     if format_of(load_json(folder)) is not None:
-        take_frozen(tensors, target, folder)
-    drafter = build_drafter(config)
+        take_frozen(tensors, target, folder, compare=same_target)
+    with torch.device("meta"):  # no storage before it is known that the tensors fit
+        drafter = build_drafter(config)
     check_tensors(drafter.state_dict(), tensors, folder)
-    drafter.load_state_dict(tensors)
+    check_values(tensors, folder)
+    drafter.load_state_dict(_converted(tensors, dtype or target.dtype, folder), assign=True)
     return drafter.to(target.device).eval()
 
 
+def find_drafter(name_or_path: str | Path) -> Path:
+    """Return the folder of a drafter, given in any of the ways that `load_drafter` takes."""
+    name = str(name_or_path)
+    if name in SHIPPED:
+        return SHIPPED[name]
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _best(folder)
+    if folder.exists():
+        raise CheckpointError(f"{name} is a file; {HOLDS}")
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(folder.parts[0]).exists():
+        return _best(_download(name))
+    there = [str(path) for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    near = difflib.get_close_matches(name, [*SHIPPED, *there], n=1, cutoff=0.8)
+    raise CheckpointError(f"{name}: no such folder" + (f"; did you mean {near[0]}?" if near else f"; {HOLDS}"))
+
+
+def _best(folder: Path) -> Path:
+    """Return the best checkpoint of a run's folder, and any other folder as it is."""
+    if (folder / CONFIG).exists():
+        return folder
+    return next((folder / name for name in BEST_FIRST if (folder / name / CONFIG).exists()), folder)
+
+
+def _download(repository: str) -> Path:
+    """Return the local copy of a repository on the Hub."""
+    from huggingface_hub import snapshot_download  # a second of imports that a local folder does not need
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=[CONFIG, INDEX, "*.safetensors"]))
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{repository}: no such folder here, and it cannot be had from the Hugging Face Hub: {reason}"
+        ) from error
+
+
 def load_config(folder: Path, num_target_layers: int | None = None) -> DrafterConfig:
-    """The configuration of a drafter's folder, in any format."""
+    """Read the configuration of a drafter's folder, in any format."""
     values = load_json(folder)
     try:
-        if format_of(values) is None:
-            return DrafterConfig.from_dict(values)
-        return read_config(values, num_target_layers)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+        return DrafterConfig.from_dict(values) if format_of(values) is None else read_config(values, num_target_layers)
+    except BlockdraftError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
 
 
 def load_json(folder: Path) -> dict[str, Any]:
-    """``config.json`` as it stands."""
-    if not (folder / CONFIG).is_file():
-        raise CheckpointError(f"{folder}: no {CONFIG}; a drafter's folder holds {CONFIG} and {WEIGHTS}")
+    """Read ``config.json`` as it stands."""
+    file = folder / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"{folder}: no {CONFIG}; {HOLDS}")
     try:
-        values = json.loads((folder / CONFIG).read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {CONFIG} is not JSON: {error}") from error
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{folder}: {CONFIG} holds no keys")
+        raise CheckpointError(f"{file} holds no keys; it must be a JSON object")
     return values
 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, of one file or of several with an index."""
-    files = [WEIGHTS]
-    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
-        try:
-            files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder}: {INDEX} cannot be read: {error}") from error
+    """Read all tensors of a folder, of one file or of several with an index."""
     tensors: dict[str, Tensor] = {}
-    for name in files:
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: no {name}; a drafter's folder holds {CONFIG} and {WEIGHTS}")
+    for file in _weight_files(folder):
         try:
-            tensors |= load_file(folder / name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{folder}: {name} cannot be read: {error}") from error
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
     return tensors
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype of a drafter's weights on disk, that of ``fc.weight``; only headers are read."""
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, "pt") as stored:
+                if "fc.weight" in stored.keys():  # noqa: SIM118  (not a mapping)
+                    return stored.get_slice("fc.weight")[:0].dtype  # type: ignore[no-any-return]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    raise CheckpointError(f"{folder}: missing fc.weight")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    names = [WEIGHTS]
+    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder / INDEX} cannot be read: {error}") from error
+    for name in names:
+        if Path(str(name)).name != name:
+            raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not a file of this folder")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: no {name}; {HOLDS}")
+    return [folder / name for name in names]
+
+
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """``model.safetensors``, whole or not at all."""
+    """Write ``model.safetensors``, whole or not at all."""
     whole = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    with atomic_write(folder / WEIGHTS) as unfinished:
+    with files.atomic_write(folder / WEIGHTS) as unfinished:
         save_file(whole, unfinished, metadata={"format": "pt"})
 
 
 def write_json(values: dict[str, Any], folder: Path) -> None:
-    """``config.json``, whole or not at all."""
-    with atomic_write(folder / CONFIG) as unfinished:
-        unfinished.write_text(json.dumps(values, indent=2) + "\n")
+    """Write ``config.json``, whole or not at all."""
+    files.write_json(values, folder / CONFIG)
 
 
-def take_frozen(tensors: dict[str, Tensor], target: Target, folder: Path) -> None:
-    """Remove the copies of the target's embedding and head, if they are there, and refuse others than copies."""
+def take_frozen(tensors: dict[str, Tensor], target: Target, folder: Path, *, compare: bool = True) -> None:
+    """Remove the copies of the target's embedding and head, if they are there; ``compare`` refuses any that are not."""
     for name, own in zip(frozen_names("dspark"), (target.embedding, target.head), strict=True):
-        if name not in tensors:
+        stored = tensors.pop(name, None)
+        if stored is None or not compare:
             continue
-        stored = tensors.pop(name)
         coarser = min(stored.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
         if stored.shape != own.shape or not torch.equal(stored.to(coarser), own.detach().cpu().to(coarser)):
             raise CheckpointError(
@@ -130,6 +206,20 @@ def check_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], fol
     refuse([f"missing {n}" for n in missing] + [f"unexpected {n}" for n in unexpected] + shapes, folder)
 
 
+def check_values(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuse tensors that hold something else than finite numbers, by name."""
+    refuse([f"{n} is {t.dtype}, not floating-point" for n, t in tensors.items() if not t.is_floating_point()], folder)
+    refuse([f"{n} holds NaN or infinity" for n, t in tensors.items() if not t.isfinite().all()], folder)
+
+
+def _converted(tensors: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
+    """Return copies in this dtype, independent of the file they were read from."""
+    copies = {name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
+    if dtype is torch.float16:  # the only one that may overflow
+        refuse([f"{n} holds values beyond float16" for n, t in copies.items() if not t.isfinite().all()], folder)
+    return copies
+
+
 def refuse(problems: list[str], folder: Path) -> None:
     """Raise if there are problems; the first five in words."""
     if problems:
@@ -137,7 +227,7 @@ def refuse(problems: list[str], folder: Path) -> None:
         raise CheckpointError(f"{folder}: {shown}")
 
 
-def _check_target(config: DrafterConfig, target: Target, folder: Path) -> None:
+def _check_target(config: DrafterConfig, target: Target, folder: Path, same_target: bool) -> None:
     for what, ours, its in (
         ("width", config.hidden_size, target.hidden_size),
         ("vocabulary", config.vocab_size, target.vocab_size),
@@ -145,3 +235,12 @@ def _check_target(config: DrafterConfig, target: Target, folder: Path) -> None:
     ):
         if ours != its:
             raise CheckpointError(f"{folder}: made for a target whose {what} is {ours}; that of {target.name} is {its}")
+    if config.target_fingerprint is None or not same_target:
+        return
+    found = recorded_fingerprint(target)
+    if found not in (None, config.target_fingerprint):
+        raise CheckpointError(
+            f"{folder}: made for the target with fingerprint {config.target_fingerprint}; {target.name} has the same "
+            f"shapes but other weights, fingerprint {found}. Give the target it was made for, or train it further for "
+            "this one with drafter.initial"
+        )

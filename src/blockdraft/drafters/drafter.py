@@ -12,6 +12,7 @@ from blockdraft.drafters.attention import Anchors, BlockAttention, FlexAttention
 from blockdraft.drafters.backbone import ContextCache, Layer, Rotary
 from blockdraft.drafters.config import DrafterConfig, SlotLayout
 from blockdraft.drafters.heads import ConfidenceHead, MarkovHead
+from blockdraft.errors import BlockdraftError
 from blockdraft.targets import Target
 
 MakeAttention = Callable[[Anchors, int, int, int], BlockAttention]
@@ -20,13 +21,13 @@ MakeAttention = Callable[[Anchors, int, int, int], BlockAttention]
 
 @dataclass(frozen=True)
 class Proposal:
-    """A drafted block: tokens ``[1, B]``, and q ``[1, B, V]``, exactly the laws they were sampled from."""
+    """A drafted block: tokens ``[1, B]``, and q ``[1, B, V]``, exactly the distributions they were sampled from."""
 
     tokens: Tensor
     probs: Tensor
 
     def until(self, ends: Collection[int]) -> "Proposal":
-        """The block cut after the first end token in it: what follows one is never read."""
+        """Return the block cut after the first end token in it: what follows one is never read."""
         tokens = self.tokens[0].tolist()
         length = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
         return Proposal(self.tokens[:, :length], self.probs[:, :length])
@@ -56,7 +57,7 @@ class Drafter(nn.Module, ABC):
         target: Target,
         make_attention: MakeAttention | None = None,
     ) -> Tensor:
-        """Hidden states of the B predictions of each of A blocks.
+        """Return the hidden states of the B predictions of each of A blocks.
 
         Args:
             features: ``[N, T, K * H]`` of the target, rows padded or packed as the caller likes.
@@ -73,7 +74,7 @@ class Drafter(nn.Module, ABC):
         steps = torch.arange(length, device=features.device).expand(num_rows, -1)
         starts = self._row_positions(anchors, steps)
         context_rotary = self.rotary(starts, context.dtype)
-        x = self._slots(anchor_tokens, target, context.dtype)
+        x = self._slots(anchor_tokens, target, context.dtype, self.config.num_slots)
         slots = torch.arange(self.config.num_slots, device=x.device)
         rotary = self.rotary((anchors.position - anchors.start)[:, None] + slots, x.dtype)
         attend = (make_attention or default_attention)(anchors, self.config.num_slots, num_rows, length)
@@ -86,12 +87,12 @@ class Drafter(nn.Module, ABC):
         return self._predictions(self.norm(x))
 
     def markov(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor] | None:
-        """DSpark's ``(prev_embedding [A, B, r], w2 [V, r])`` for the fused objective; None for DFlash."""
+        """Return DSpark's ``(prev_embedding [A, B, r], w2 [V, r])`` for the fused objective; None for DFlash."""
         del hidden, previous
         return None
 
     def logits(self, hidden: Tensor, previous: Tensor, target: Target) -> Tensor:
-        """``[A, B, V]`` of hidden states ``[A, B, H]``, along known tokens ``[A, B]`` before each position."""
+        """Return logits ``[A, B, V]`` of hidden ``[A, B, H]``, given the tokens before each position, ``[A, B]``."""
         logits = target.logits(hidden.to(target.dtype))
         markov = self.markov(hidden, previous)
         return logits if markov is None else logits + (markov[0] @ markov[1].T).to(logits.dtype)
@@ -100,7 +101,7 @@ class Drafter(nn.Module, ABC):
 
     @torch.no_grad()
     def new_cache(self, capacity: int) -> ContextCache:
-        """An empty context cache for texts of up to ``capacity`` tokens."""
+        """Return an empty context cache for texts of up to ``capacity`` tokens."""
         return ContextCache(self.config, capacity, self._layers())
 
     @torch.no_grad()
@@ -112,11 +113,37 @@ class Drafter(nn.Module, ABC):
 
     @torch.no_grad()
     def propose(
-        self, cache: ContextCache, anchor: int, target: Target, temperature: float, generator: Generator | None = None
+        self,
+        cache: ContextCache,
+        anchor: int,
+        target: Target,
+        temperature: float,
+        generator: Generator | None = None,
+        *,
+        num_proposals: int | None = None,
     ) -> Proposal:
-        """Draft one block after ``anchor``, the token at position ``cache.length``; temperature 0 takes the argmax."""
-        x = self._slots(torch.tensor([anchor], device=target.device), target, self.fc.weight.dtype)
-        positions = cache.length + torch.arange(self.config.num_slots, device=x.device)
+        """Draft one block after ``anchor``, the token at position ``cache.length``.
+
+        Args:
+            cache: the context, everything before the anchor.
+            anchor: the last committed token.
+            target: for its embedding and head.
+            temperature: of the drafter's distribution; 0 takes the argmax.
+            generator: for sampling.
+            num_proposals: how many tokens b to propose, at most the B that the drafter was trained with; B if not
+                given. Only the slots of b proposals are run, which costs less than all of them. Slots attend to each
+                other, so q of a shorter block is close to, but not exactly, the first b of a whole block's. Decoding
+                stays lossless, since the q that is returned is the one the tokens were drawn from.
+        """
+        num = self.config.num_proposals if num_proposals is None else num_proposals
+        if not 1 <= num <= self.config.num_proposals:
+            raise BlockdraftError(
+                f"this drafter was trained to propose {self.config.num_proposals} tokens; num_proposals must be "
+                f"between 1 and that, not {num}"
+            )
+        num_slots = self.config.slots_for(num)
+        x = self._slots(torch.tensor([anchor], device=target.device), target, self.fc.weight.dtype, num_slots)
+        positions = cache.length + torch.arange(num_slots, device=x.device)
         rotary = self.rotary(positions[None], x.dtype)
         for i, layer in enumerate(self._layers()):
             x = layer.block(x, rotary, (x, x), cache.attend(i))
@@ -128,11 +155,9 @@ class Drafter(nn.Module, ABC):
     ) -> Proposal:
         """Sample the block from its hidden states ``[1, B, H]``."""
 
-    def _slots(self, anchor_tokens: Tensor, target: Target, dtype: torch.dtype) -> Tensor:
-        """``[A, S, H]`` embeddings of ``[anchor, MASK, MASK, ..]``."""
-        tokens = torch.full(
-            (len(anchor_tokens), self.config.num_slots), self.config.mask_token_id, device=target.device
-        )
+    def _slots(self, anchor_tokens: Tensor, target: Target, dtype: torch.dtype, num_slots: int) -> Tensor:
+        """Return the embeddings ``[A, S, H]`` of ``[anchor, MASK, MASK, ..]``."""
+        tokens = torch.full((len(anchor_tokens), num_slots), self.config.mask_token_id, device=target.device)
         tokens[:, 0] = anchor_tokens
         return target.embed(tokens).to(dtype)
 
@@ -140,19 +165,19 @@ class Drafter(nn.Module, ABC):
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def _predictions(self, hidden: Tensor) -> Tensor:
-        """``[A, B, H]``: the slots that predict something, in order."""
+        """Return the slots that predict something, in order: ``[A, B, H]`` of ``[A, S, H]``."""
         return hidden[:, 1:] if self.config.slot_layout is SlotLayout.FILL_IN else hidden
 
     @staticmethod
     def _row_positions(anchors: Anchors, steps: Tensor) -> Tensor:
-        """``[N, T]`` rotary positions of the context, counted from the start of the sequence a position belongs to."""
+        """Return rotary positions ``[N, T]`` of the context, counted from the start of the sequence each belongs to."""
         begins = torch.zeros_like(steps)
         begins.index_put_((anchors.row, anchors.start), anchors.start)
         return steps - begins.cummax(-1).values
 
 
 class DFlash(Drafter):
-    """All positions at once, independent of each other given the context."""
+    """Draft all positions at once, independent of each other given the context."""
 
     def _draft(
         self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
@@ -164,7 +189,7 @@ class DFlash(Drafter):
 
 
 class DSpark(Drafter):
-    """One backbone pass, then a short left-to-right loop through the Markov head."""
+    """Draft with one backbone pass, then a short left-to-right loop through the Markov head."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
@@ -176,9 +201,9 @@ class DSpark(Drafter):
         return self.markov_head(hidden, previous), self.markov_head.markov_w2.weight
 
     def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """``[A, B]`` logits of the confidence head along known tokens."""
+        """Return the confidence head's logits ``[A, B]`` along known tokens."""
         if not self.config.confidence_head:
-            raise ValueError("this drafter has no confidence head")
+            raise BlockdraftError("this drafter has no confidence head")
         logits: Tensor = self.confidence_head(hidden, self.markov_head.markov_w1(previous))
         return logits
 
@@ -188,30 +213,30 @@ class DSpark(Drafter):
         base = target.logits(hidden.to(target.dtype))[0].float()
         previous = torch.tensor([anchor], device=hidden.device)
         state = self.markov_head.initial_state(hidden)
-        tokens, laws = [], []
-        for k in range(self.config.num_proposals):
+        tokens, rows = [], []
+        for k in range(hidden.shape[1]):
             embedded, state = self.markov_head.step(hidden[:, k], previous, state)
-            law = draft_probs_of(base[k : k + 1] + self.markov_head.markov_w2(embedded).float(), temperature)
-            previous = torch.multinomial(law, 1, generator=generator).squeeze(1)
+            probs = draft_probs_of(base[k : k + 1] + self.markov_head.markov_w2(embedded).float(), temperature)
+            previous = torch.multinomial(probs, 1, generator=generator).squeeze(1)
             tokens.append(previous)
-            laws.append(law)
-        return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1))
+            rows.append(probs)
+        return Proposal(torch.stack(tokens, 1), torch.stack(rows, 1))
 
 
 def draft_probs_of(logits: Tensor, temperature: float) -> Tensor:
-    """q from logits ``[..., V]`` in float32; temperature 0 is one-hot at the argmax."""
+    """Return q from logits ``[..., V]``, in float32; temperature 0 is one-hot at the argmax."""
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     return (logits.float() / temperature).softmax(-1)
 
 
 def default_attention(anchors: Anchors, num_slots: int, num_rows: int, context_length: int) -> BlockAttention:
-    """SDPA over groups of blocks on a CPU, flex attention elsewhere."""
+    """Choose SDPA over groups of blocks on a CPU, flex attention elsewhere."""
     if anchors.row.device.type == "cpu":
         return GroupedAttention(anchors, num_slots, context_length)
     return FlexAttention(anchors, num_slots, num_rows, context_length)
 
 
 def build_drafter(config: DrafterConfig) -> Drafter:
-    """A drafter with fresh weights."""
+    """Return a drafter with fresh weights."""
     return DFlash(config) if config.kind == "dflash" else DSpark(config)

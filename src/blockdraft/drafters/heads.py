@@ -15,7 +15,7 @@ from blockdraft.drafters.config import DrafterConfig
 
 
 class MarkovHead(nn.Module):
-    """e_k from hidden states and previous tokens; ``markov_w2.weight`` ``[V, r]`` maps it to logits."""
+    """Compute e_k from hidden states and previous tokens; ``markov_w2.weight`` ``[V, r]`` maps it to logits."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -30,11 +30,11 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(config.hidden_size + 2 * rank, 3 * rank)
 
     def initial_state(self, hidden: Tensor) -> Tensor:
-        """s_0 ``[A, r]``; heads without memory ignore it."""
+        """Return s_0 ``[A, r]``; heads without memory ignore it."""
         return hidden.new_zeros(hidden.shape[0], self.rank)
 
     def step(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One position: h_k ``[A, H]``, x_{k-1} ``[A]``, s ``[A, r]`` -> e_k ``[A, r]`` and the next s."""
+        """Take one position: h_k ``[A, H]``, x_{k-1} ``[A]``, s ``[A, r]`` -> e_k ``[A, r]`` and the next s."""
         embedded = self.markov_w1(previous)
         if self.kind == "gated":
             return self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid() * embedded, state
@@ -45,7 +45,7 @@ class MarkovHead(nn.Module):
         return embedded, state
 
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """All positions along known tokens: ``[A, B, H]``, ``[A, B]`` -> ``[A, B, r]``."""
+        """Take all positions along known tokens: ``[A, B, H]``, ``[A, B]`` -> ``[A, B, r]``."""
         if self.kind != "rnn":
             return self.step(hidden, previous, hidden)[0]
         state, outputs = self.initial_state(hidden), []
@@ -56,13 +56,13 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Chance that position k is kept: ``sigmoid(w [h_k ; W1 x_{k-1}] + b)``, trained against the overlap."""
+    """Estimate the chance that position k is kept, ``sigmoid(w [h_k ; W1 x_{k-1}] + b)``; trained on the overlap."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """``[..., H]``, ``[..., r]`` -> ``[...]`` logits of the confidence."""
+        """Return logits of the confidence, ``[...]``, from h ``[..., H]`` and W1 x ``[..., r]``."""
         logits: Tensor = self.proj(torch.cat([hidden, embedded], -1)).squeeze(-1)
         return logits

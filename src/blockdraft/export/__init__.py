@@ -1,7 +1,18 @@
 """Drafters and targets as folders that serving engines read, checked, with a card."""
 
-from blockdraft.export.check import check_export
-from blockdraft.export.drafter import Exported, export_drafter
+from blockdraft.export.card import RunFacts, run_facts
+from blockdraft.export.commands import EngineNote, engine_notes
+from blockdraft.export.drafter import Checked, Exported, check_export, export_drafter
 from blockdraft.export.target import export_target
 
-__all__ = ["Exported", "check_export", "export_drafter", "export_target"]
+__all__ = [
+    "Checked",
+    "EngineNote",
+    "Exported",
+    "RunFacts",
+    "check_export",
+    "engine_notes",
+    "export_drafter",
+    "export_target",
+    "run_facts",
+]

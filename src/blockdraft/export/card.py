@@ -1,15 +1,17 @@
-"""The model card of an export: what is known of the drafter, and how to serve it. Nothing is guessed."""
+"""The model card of an export: what the run's folder tells of the drafter, and how to serve it. Nothing is guessed."""
 
-import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from blockdraft.data import DataError, Manifest, read_manifest
 from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.drafters.formats import Format, Surroundings, frozen_names
-from blockdraft.export.commands import sglang_command, unserved, vllm_command
-from blockdraft.export.run import RunFacts
+from blockdraft.export.commands import STATE_SAMPLING, engine_notes
+from blockdraft.runs import Run, RunInfo
 from blockdraft.targets import Target, fingerprint
 from blockdraft.verification import RULES
 
@@ -20,60 +22,105 @@ EMBEDDED_LICENCES = {"pocket": "apache-2.0", "smollm2": "apache-2.0"}
 """Of the embedded targets: this package's own, and what the metadata of SmolLM2's file says."""
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run's folder tells of a checkpoint; None is what it does not tell.
+
+    info: ``run.json``: recipe, target, versions.
+    step: optimizer steps of this checkpoint.
+    measured: the held-out lengths of this very step.
+    data: the manifest of the data folder, if it is still there.
+    """
+
+    info: RunInfo | None = None
+    step: int | None = None
+    measured: dict[str, float] | None = None
+    data: Manifest | None = None
+
+    @property
+    def target(self) -> str | None:
+        """The name under which the target was loaded."""
+        return None if self.info is None else self.info.target.name
+
+
+def run_facts(checkpoint: str | Path) -> RunFacts:
+    """Read the facts of a checkpoint ``run/steps/00000500`` or a link to it; none are known of a folder elsewhere."""
+    found = Run.of_checkpoint(checkpoint)
+    if found is None:
+        return RunFacts()
+    run, step = found
+    path = run.recipe.data.path
+    try:
+        data = None if path is None else read_manifest(path)
+    except DataError:
+        data = None
+    return RunFacts(run.info, step, run.heldout_metrics(step), data)
+
+
 def write_card(
     folder: Path, config: DrafterConfig, target: Target, flavour: Format, around: Surroundings, facts: RunFacts
 ) -> None:
-    """Write ``README.md``."""
-    name, verifier = NAMES[config.kind], around.verifier
-    front = {"base_model": verifier, "tags": ["speculative-decoding", config.kind, flavour]}
-    parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-        f"# {name} drafter for {verifier}",
-        _opening(config),
+    """Write ``README.md``, with the metadata that the Hugging Face Hub reads at its top."""
+    base = public_name(around.verifier)
+    opening = (
+        f"A drafter for speculative decoding: it proposes up to {config.num_proposals} tokens at a time, the target "
+        "verifies them, and the text keeps the target's own distribution. Written by `blockdraft export`."
+    )
+    sections = [
+        f"# {NAMES[config.kind]} drafter for {base}",
+        opening,
         _table(_drafter_rows(config, around)),
+        "## Serving",
+        _serving(config, flavour, base),
         "## Target",
-        _table([("name", _public(target.name)), ("fingerprint", fingerprint(target)), ("licence", licence_of(target))]),
+        _table(
+            [
+                ("name", public_name(target.name)),
+                ("fingerprint of its weights", fingerprint(target)),
+                ("licence", licence_of(target)),
+            ]
+        ),
         "## Training",
         _training(facts),
         "## Measured",
         _measured(facts, config),
         "## Licence",
         _licence(config, target),
-        "## Serving",
-        _serving(config, flavour, verifier),
     ]
-    (folder / CARD).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    save_card(folder, sections, base_model=base, tags=["speculative-decoding", config.kind, flavour])
 
 
-def _opening(config: DrafterConfig) -> str:
-    return (
-        f"A drafter for speculative decoding: it proposes {config.num_proposals} tokens a block, the target verifies "
-        "them, and the text follows the target's law. Written by `blockdraft export`."
-    )
+def save_card(folder: Path, sections: list[str], **metadata: Any) -> None:
+    """Save sections of Markdown as a card, with its metadata at the top."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data = ModelCardData(pipeline_tag="text-generation", **metadata)
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n").save(folder / CARD)
 
 
 def licence_of(target: Target) -> str | None:
-    """As the target's own card states it, or as known of an embedded one; None if neither does."""
-    card = Path(target.name) / CARD
+    """Return the licence that the target's own card states, or that is known of an embedded one; else None."""
+    from huggingface_hub import metadata_load
+
     if target.name in EMBEDDED_LICENCES:
         return EMBEDDED_LICENCES[target.name]
-    if not card.is_file():
-        return None
-    return front_matter(card).get("license")
-
-
-def front_matter(card: Path) -> dict[str, Any]:
-    """The YAML at the top of a card; empty without."""
-    found = re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8"), re.DOTALL)
+    card = Path(target.name) / CARD
     try:
-        values = yaml.safe_load(found[1]) if found else None
-    except yaml.YAMLError:
-        return {}
-    return values if isinstance(values, dict) else {}
+        values = metadata_load(card) if card.is_file() else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return None  # a card that cannot be read states nothing
+    licence = (values or {}).get("license")
+    return licence if isinstance(licence, str) else None
+
+
+def public_name(name: str) -> str:
+    """Return a name as it is, and of a path on this machine its last part."""
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 def _drafter_rows(config: DrafterConfig, around: Surroundings) -> list[tuple[str, Any]]:
-    num_parameters = sum(parameter.numel() for parameter in build_drafter(config).parameters())
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in build_drafter(config).parameters())
     copies = frozen_names(config.kind)
     rows: list[tuple[str, Any]] = [
         (
@@ -106,19 +153,16 @@ def _training(facts: RunFacts) -> str:
         ("revision", revision),
     ]
     text = yaml.safe_dump(_without_paths(recipe.model_dump(mode="json")), sort_keys=False)
-    return f"{_table(rows)}\n\nThe recipe (of paths, the last part only):\n\n```yaml\n{text}```"
-
-
-def _public(name: str) -> str:
-    """A name, or the last part of a path."""
-    return Path(name).name if Path(name).is_absolute() else name
+    return f"{_table(rows)}\n\nThe recipe, with only the last part of every path:\n\n```yaml\n{text}```"
 
 
 def _without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
-    """What a stranger may read: names of folders instead of where they lie."""
+    """Return what a stranger may read: names of folders instead of where they lie."""
     places = {("data", "path"), ("data", "cache"), ("drafter", "initial"), ("target", "name")}
     return {
-        section: {key: _public(value) if (section, key) in places and value else value for key, value in values.items()}
+        section: {
+            key: public_name(value) if (section, key) in places and value else value for key, value in values.items()
+        }
         if isinstance(values, dict)
         else values
         for section, values in recipe.items()
@@ -131,7 +175,7 @@ def _data(facts: RunFacts) -> str | None:
     sampling, counts = facts.data.identity.sampling, facts.data.totals
     return (
         f"{counts.rows:,} texts with {counts.response_tokens:,} response tokens, "
-        f"sampled from {_public(facts.data.about.target)} at temperature {sampling.temperature}, "
+        f"sampled from {public_name(facts.data.about.target)} at temperature {sampling.temperature}, "
         f"top-k {sampling.top_k}, top-p {sampling.top_p}"
     )
 
@@ -159,19 +203,13 @@ def _licence(config: DrafterConfig, target: Target) -> str:
 
 
 def _serving(config: DrafterConfig, flavour: Format, verifier: str) -> str:
-    cannot = unserved(config, flavour)
     parts = []
-    for engine, command in (("vLLM", vllm_command), ("SGLang", sglang_command)):
-        if engine in cannot:
-            parts.append(f"{engine} does not serve this folder: {cannot[engine]}.")
-        else:
-            parts.append(f"{engine}:\n\n```sh\n{command(config, verifier, 'PATH_OF_THIS_FOLDER')}\n```")
-    parts.append(
-        "Block verification gains over token verification only if drafts are sampled (`probabilistic`); vLLM's default "
-        "is greedy drafts; SGLang verifies token by token. Servers apply the target's `generation_config.json` to "
-        "requests that do not state every sampling field: send temperature, top_p and top_k."
-    )
-    return "\n\n".join(parts)
+    for note in engine_notes(config, flavour, verifier, "PATH_OF_THIS_FOLDER"):
+        if note.command is None:
+            parts.append(f"{note.summary}.")
+            continue
+        parts.append(f"{note.summary}.\n\n```{note.language}\n{note.command}\n```\n\n{' '.join(note.notes)}")
+    return "\n\n".join([*parts, STATE_SAMPLING])
 
 
 def _table(rows: list[tuple[str, Any]]) -> str:

@@ -1,20 +1,67 @@
-"""A drafter as a folder for an engine: tensors, ``config.json``, card."""
+"""A drafter as a folder for an engine: writing tensors, ``config.json`` and card; checking one for the known traps."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockdraft.drafters import CheckpointError, Drafter
-from blockdraft.drafters.checkpoint import CONFIG, WEIGHTS, write_json, write_tensors
-from blockdraft.drafters.formats import Format, FormatError, Surroundings, frozen_names, write_config
-from blockdraft.export.card import CARD, write_card
-from blockdraft.export.folder import new_folder
-from blockdraft.export.run import RunFacts
+from blockdraft.drafters import Anchors, CheckpointError, Drafter, DrafterConfig, build_drafter, load_drafter
+from blockdraft.drafters.checkpoint import (
+    CONFIG,
+    WEIGHTS,
+    check_tensors,
+    check_values,
+    load_config,
+    load_json,
+    load_tensors,
+    refuse,
+    write_json,
+    write_tensors,
+)
+from blockdraft.drafters.formats import (
+    Format,
+    FormatError,
+    Surroundings,
+    format_of,
+    frozen_names,
+    surroundings,
+    write_config,
+)
+from blockdraft.export.card import CARD, RunFacts, write_card
+from blockdraft.files import atomic_folder
 from blockdraft.targets import DTYPES, Target
 
 FILES = frozenset({CONFIG, WEIGHTS, CARD})
+PROBE_LENGTH = 24
+
+
+@contextmanager
+def replacing(folder: Path, like: frozenset[str], *, force: bool) -> Iterator[Path]:
+    """Yield a temporary folder that takes the place of ``folder`` once it is filled.
+
+    Args:
+        folder: where it goes. One that holds anything is refused, unless it may be replaced.
+        like: patterns of the files of such a folder; one that holds anything else is never replaced.
+        force: replace a folder that holds only such files.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; choose a new folder with --out")
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if there and not force:
+        raise CheckpointError(f"{folder} is not empty; choose another folder, or replace an export there with --force")
+    strange = sorted(name for name in there if not any(fnmatch(name, pattern) for pattern in like))
+    if strange:
+        raise CheckpointError(f"{folder} holds more than an export ({', '.join(strange[:3])}); choose another folder")
+    with atomic_folder(folder) as unfinished:
+        yield unfinished
+
+
+# Writing
 
 
 @dataclass(frozen=True)
@@ -22,6 +69,7 @@ class Exported:
     """What was written.
 
     num_tensors, num_bytes: of the weights, the frozen copies among them.
+    verifier: the name or path under which the configuration says that the engine finds the target.
     """
 
     folder: Path
@@ -29,6 +77,7 @@ class Exported:
     dtype: str
     num_tensors: int
     num_bytes: int
+    verifier: str
 
 
 def export_drafter(
@@ -69,18 +118,145 @@ def export_drafter(
     except FormatError as error:
         raise CheckpointError(f"this drafter cannot be exported as {flavour}: {error}") from error
     tensors = exported_tensors(drafter, target, dtype)
-    with new_folder(folder, FILES, force=force) as unfinished:
+    with replacing(folder, FILES, force=force) as unfinished:
         write_tensors(tensors, unfinished)
         write_json(values, unfinished)
         write_card(unfinished, drafter.config, target, flavour, around, facts or RunFacts())
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return Exported(folder, flavour, around.dtype, len(tensors), num_bytes)
+    return Exported(folder, flavour, around.dtype, len(tensors), num_bytes, around.verifier)
 
 
 def exported_tensors(drafter: Drafter, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The drafter's tensors, and for DSpark copies of the target's embedding and head."""
+    """Return the drafter's tensors, and for DSpark copies of the target's embedding and head."""
     own = dict(drafter.state_dict())
     frozen = zip(frozen_names("dspark"), (target.embedding, target.head), strict=True)
     own |= {name: tensor for name, tensor in frozen if name in frozen_names(drafter.config.kind)}
     # a tied head is the embedding itself: safetensors refuses tensors that share memory
     return {name: tensor.detach().cpu().to(dtype, copy=True) for name, tensor in own.items()}
+
+
+# Checking
+
+
+@dataclass
+class Checked:
+    """What was found right, a line each; what was wrong was raised."""
+
+    folder: Path
+    flavour: Format
+    lines: list[str] = field(default_factory=list)
+
+
+def check_export(folder: str | Path, *, target: Target | None = None, checkpoint: str | Path | None = None) -> Checked:
+    """Check that engines will read a folder as the drafter it came from; raise `CheckpointError` with what is wrong.
+
+    Args:
+        folder: in either engine format.
+        target: if given, the target must fit and the frozen copies be copies of its tensors.
+        checkpoint: if given, with the target, configuration, tensors and logits must be those of this checkpoint.
+    """
+    folder = Path(folder)
+    values = load_json(folder)
+    flavour = format_of(values)
+    if flavour is None:
+        raise CheckpointError(f"{folder}: a checkpoint of ours, not an export; blockdraft export makes one of it")
+    checked = Checked(folder, flavour)
+    config = load_config(folder, None if target is None else target.num_layers)
+    around = _check_config(folder, values, flavour, config)
+    checked.lines.append(f"configuration: {config.kind}, {config.num_proposals} proposals, {config.slot_layout} slots")
+    tensors = load_tensors(folder)
+    _check_weights(folder, config, tensors, around.dtype)
+    checked.lines.append(f"tensors: {len(tensors)}, names and shapes as they must be, all {around.dtype}, all finite")
+    if target is None:
+        checked.lines.append("target: not given, so neither it nor logits were compared")
+        return checked
+    reloaded = load_drafter(folder, target)
+    frozen = frozen_names(config.kind)
+    checked.lines.append(f"target: {target.name} fits" + (f"; {' and '.join(frozen)} are its own" if frozen else ""))
+    if checkpoint is None:
+        checked.lines.append("checkpoint: not given, so logits were not compared")
+        return checked
+    original = load_drafter(checkpoint, target, dtype=DTYPES[around.dtype])
+    _check_checkpoint(folder, reloaded, original, target, tensors)
+    checked.lines.append(
+        f"checkpoint: the tensors of {checkpoint}, and its logits on {PROBE_LENGTH} tokens, bit for bit"
+    )
+    return checked
+
+
+def _check_config(folder: Path, values: dict[str, Any], flavour: Format, config: DrafterConfig) -> Surroundings:
+    """Compare every key with what we would write for this drafter; keys of others are left alone."""
+    try:
+        around = surroundings(values)
+        if around.dtype not in DTYPES:
+            raise FormatError(f"dtype is {around.dtype!r}; known: {', '.join(DTYPES)}")
+        expected = write_config(flavour, config, around)
+    except FormatError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+    # names that neither the package nor vLLM goes by, and a number that only must be there
+    free = ("architectures", "speculators_version") if flavour == "speculators" else ("num_anchors",)
+    for name in free:
+        if name in expected and name in values:
+            del expected[name]
+    refuse(_differences(expected, values), folder / CONFIG)
+    return around
+
+
+def _differences(expected: dict[str, Any], found: dict[str, Any], path: str = "") -> list[str]:
+    problems = []
+    for key, value in expected.items():
+        name = f"{path}{key}"
+        if key not in found:
+            problems.append(f"{name} is missing; it must be {value!r}")
+        elif isinstance(value, dict) and isinstance(found[key], dict):
+            problems += _differences(value, found[key], f"{name}.")
+        elif found[key] != value:
+            problems.append(f"{name} is {found[key]!r}; it must be {value!r}")
+    return problems
+
+
+def _check_weights(folder: Path, config: DrafterConfig, tensors: dict[str, Tensor], dtype: str) -> None:
+    with torch.device("meta"):
+        wanted = dict(build_drafter(config).state_dict())
+        for name in frozen_names(config.kind):
+            wanted[name] = torch.empty(config.vocab_size, config.hidden_size)
+    check_tensors(wanted, tensors, folder)
+    others = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype != DTYPES[dtype]}
+    refuse([f"{name} is {found}, but {CONFIG} says {dtype}" for name, found in others.items()], folder)
+    check_values(tensors, folder)
+
+
+def _check_checkpoint(
+    folder: Path, reloaded: Drafter, original: Drafter, target: Target, tensors: dict[str, Tensor]
+) -> None:
+    """Compare with the checkpoint that was exported, loaded in the dtype of the export."""
+    ours, theirs = (each.config.to_dict() for each in (original, reloaded))
+    if theirs["target_fingerprint"] is None:
+        del ours["target_fingerprint"]  # exports of older versions record none
+    refuse(
+        [f"{key} is {theirs[key]!r}; the checkpoint's is {ours[key]!r}" for key in ours if ours[key] != theirs[key]],
+        folder,
+    )
+    expected = exported_tensors(original, target, original.fc.weight.dtype)
+    refuse(
+        [f"{name} is not the checkpoint's" for name, t in expected.items() if not torch.equal(t, tensors[name])], folder
+    )
+    if not torch.equal(probe_logits(reloaded, target), probe_logits(original.to(target.dtype), target)):
+        raise CheckpointError(f"{folder}: the reloaded drafter's logits are not the checkpoint's")
+
+
+@torch.no_grad()
+def probe_logits(drafter: Drafter, target: Target) -> Tensor:
+    """Return logits ``[A, B, V]`` of blocks all over a fixed random text, the Markov head's share included."""
+    config = drafter.config
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(target.vocab_size, (1, PROBE_LENGTH + config.num_proposals), generator=generator)
+    tokens = tokens.to(target.device)
+    features = target.forward(tokens, layers=config.target_layers).features
+    assert features is not None
+    position = torch.arange(1, PROBE_LENGTH, 3, device=target.device)
+    path = tokens[0, position[:, None] + torch.arange(config.num_proposals, device=target.device)]
+    hidden = drafter(
+        features.to(drafter.fc.weight.dtype), path[:, 0], Anchors.of(torch.zeros_like(position), position), target
+    )
+    return drafter.logits(hidden, path, target).float()

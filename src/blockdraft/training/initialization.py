@@ -1,12 +1,12 @@
 """Where a drafter's first weights come from: chance, the target's own last layers, or another drafter."""
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 
 from blockdraft.drafters import CheckpointError, Drafter, DrafterConfig, build_drafter, load_drafter
+from blockdraft.drafters.config import recorded_fingerprint
 from blockdraft.recipes import Recipe, RecipeError
 from blockdraft.targets import Target
 
@@ -31,7 +31,7 @@ def continue_from(recipe: Recipe, target: Target) -> Drafter:
     """
     part = recipe.drafter
     try:
-        there = load_drafter(part.initial, target)
+        there = load_drafter(part.initial, target, dtype=torch.float32, same_target=False)
     except CheckpointError as error:
         raise RecipeError(f"drafter.initial: {error}") from error
     config = there.config
@@ -48,7 +48,8 @@ def continue_from(recipe: Recipe, target: Target) -> Drafter:
         has = ", ".join(f"{name} {stated[name]}, not {asked[name]}" for name in wrong)
         fix = " ".join(f"drafter.{name}={stated[name]}" for name in wrong)
         raise RecipeError(f"the drafter in {part.initial} has {has}; set {fix}")
-    drafter = build_drafter(dataclasses.replace(config, num_proposals=part.num_proposals, confidence_head=False))
+    changes = {"num_proposals": part.num_proposals, "confidence_head": False}
+    drafter = build_drafter(config.replace(**changes, target_fingerprint=recorded_fingerprint(target)))
     tensors = {name: tensor for name, tensor in there.state_dict().items() if not name.startswith("confidence_head.")}
     drafter.load_state_dict(tensors)
     return drafter.float()

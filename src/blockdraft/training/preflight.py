@@ -162,7 +162,7 @@ def dry_run(recipe: Recipe, target: Target, distributed: Distributed) -> Iterato
             yield f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.4f}"
         trainer.save(trainer.evaluate().get("heldout_length_block"))
         if distributed.is_main:
-            again = load_drafter(trainer.run.checkpoint("last"), target)
+            again = load_drafter(trainer.run.checkpoint("last"), target, dtype=torch.float32)
             if not distributed.is_distributed:  # otherwise this process may hold a shard of the weights
                 ours = trainer.drafter.state_dict()
                 if not all(torch.equal(ours[name], tensor) for name, tensor in again.state_dict().items()):
