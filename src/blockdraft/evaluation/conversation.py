@@ -55,8 +55,9 @@ def converse(
         if len(ids) + max_new_tokens > max_length:
             break
         answer = generate(
-            target, drafter, ids, rule=way.rule, temperature=temperature, draft_temperature=way.draft_temperature,
-            max_new_tokens=max_new_tokens, seed=seed_of(seed, prompt.id, turn), on_verdict=on_verdict,
+            target, drafter, ids, rule=way.rule, temperature=None if way.rule == "greedy" else temperature,
+            draft_temperature=way.draft_temperature, max_new_tokens=max_new_tokens,
+            seed=seed_of(seed, prompt.id, turn), on_verdict=on_verdict,
         )  # fmt: skip
         if on_turn is not None:
             on_turn(answer)
