@@ -13,7 +13,7 @@ from blockdraft.data import SamplingCheck, TextDataset
 from blockdraft.data.store import totals
 from blockdraft.targets import Target
 
-QUANTILES = {"shortest": 0.0, "a tenth below": 0.1, "half below": 0.5, "nine tenths below": 0.9, "longest": 1.0}
+QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 
 class DataSummary:
