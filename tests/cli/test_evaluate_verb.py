@@ -64,7 +64,7 @@ def test_two_processes_find_what_one_finds(drafter, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rules", "blok"], "unknown rule 'blok'"),
+        (["--rules", "blok"], "'blok' is not one of 'greedy', 'token', 'block'"),
         (["--tasks", "gsm8"], "did you mean 'gsm8k'"),
         (["--temperature", "0"], "must be above 0"),
         (["--tasks", "gsm8k", "--prompts", "nowhere"], "nowhere"),

@@ -72,7 +72,7 @@ def test_json_holds_every_round(folders, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rule", "blok", "w7"], "'blok' is not one of greedy, token, block"),
+        (["--rule", "blok", "w7"], "'blok' is not one of 'greedy', 'token', 'block'"),
         (["--compare", "w7"], "nothing to compare without --drafter"),
         (["--max-new-tokens", "0", "w7"], "max-new-tokens"),
         (["--temperature", "-1", "w7"], "temperature"),

@@ -1,11 +1,14 @@
 """The decode loop is lossless: against transformers, against itself, and by enumeration."""
 
+import copy
 import functools
+import re
 
+import numpy as np
 import pytest
 import torch
 
-from blockdraft.decoding import generate
+from blockdraft.decoding import DecodingError, generate, room
 from blockdraft.drafters import Anchors, Proposal
 from blockdraft.targets import Sampling
 from blockdraft.verification import law
@@ -16,6 +19,7 @@ from tiny import EOS, FAMILIES, overfit, tiny_drafter, tiny_target
 PROMPT = [7, 3, 9, 30, 12]
 DRAFTERS = [("dflash", {}), ("dspark", {}), ("dspark", {"markov_head": "rnn"})]
 IDS = ["dflash", "dspark", "dspark-rnn"]
+ZERO = {"temperature": 0.0}
 
 
 def without_end(**options):
@@ -192,7 +196,7 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another():
     assert first == second != other
 
 
-def test_messages_text_and_several_turns():
+def test_a_prompt_is_a_user_message_or_messages_or_raw_text_or_token_ids():
     target = tiny_target()
     turns = [
         {"role": "user", "content": "w7 w8"},
@@ -202,7 +206,13 @@ def test_messages_text_and_several_turns():
     out = generate(target, None, turns, max_new_tokens=5)
     assert target.decode(out.prompt) == "user w7 w8 assistant w9 user w10 assistant"
     assert out.text == target.decode(out.tokens)
-    assert generate(target, None, "w7", max_new_tokens=2).prompt == target.render([{"role": "user", "content": "w7"}])
+    prompts = {"w7": "user w7 assistant", "user": "user user assistant"}
+    for prompt, rendered in prompts.items():
+        assert target.decode(generate(target, None, prompt, max_new_tokens=2).prompt) == rendered
+        assert target.decode(generate(target, None, prompt, raw=True, max_new_tokens=2).prompt) == prompt
+    ids = [7, 8, 9]
+    for same in (ids, tuple(ids), np.array(ids).tolist(), list(np.array(ids)), torch.tensor(ids)):
+        assert generate(target, None, same, max_new_tokens=2).prompt == ids
 
 
 def test_rounds_are_reported_as_they_come():
@@ -219,17 +229,91 @@ def test_rounds_are_reported_as_they_come():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"temperature": -1.0}, "temperature"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"temperature": -1.0}, "temperature must be a finite number and not negative"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": float("inf")}, "temperature must be a finite number"),
+        ({"temperature": 1e-30}, "too small to divide by"),
+        ({"draft_temperature": float("nan")}, "draft_temperature must be a finite number"),
+        ({"temperature": 0.0}, "choose the rule greedy, or a temperature above 0"),
+        ({"temperature": 0, "rule": "token"}, "nothing to sample for the rule token"),
+        ({"rule": "greedy", "temperature": 1.0}, "leave the temperature out"),
         ({"top_p": 0.0}, "top_p"),
-        ({"rule": "blok"}, "unknown verification rule"),
+        ({"top_k": -1}, "top_k"),
+        ({"rule": "blok"}, "unknown verification rule 'blok'; known: greedy, token, block"),
+        ({"seed": 2**64}, "the seed must fit into 64 bits"),
         ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "  ", "raw": True}, "the prompt has no tokens"),
+        ({"prompt": [5, 40]}, "token id 40 is not one of the 40"),
+        ({"prompt": [5, -1]}, "token id -1"),
+        ({"prompt": [True, False]}, "a prompt is a text, a list of messages or a list of token ids"),
+        ({"prompt": [5, {"role": "user", "content": "w7"}]}, "never a mixture"),
+        ({"prompt": [{"role": "user"}]}, 'a message needs "role" and "content"'),
+        ({"prompt": [{"role": "user", "content": "w7 \udc80"}]}, "not valid Unicode at character 3"),
+        ({"prompt": [5], "raw": True}, "only a text can be raw"),
     ],
 )
 def test_bad_input_is_named(options, message):
-    target = without_end()
-    with pytest.raises(ValueError, match=message):
+    target = tiny_target()
+    with pytest.raises(DecodingError, match=re.escape(message)):
         generate(target, None, **({"prompt": PROMPT} | options))
+
+
+def test_greedy_needs_no_temperature_and_takes_zero():
+    target = without_end()
+    texts = [generate(target, None, PROMPT, rule="greedy", max_new_tokens=9, **each).tokens for each in ({}, ZERO)]
+    assert texts[0] == texts[1]
+    sampled = [generate(target, None, PROMPT, max_new_tokens=9, **each).tokens for each in ({}, {"temperature": 1.0})]
+    assert sampled[0] == sampled[1] != texts[0]
+
+
+def test_a_target_without_a_template_takes_raw_text_and_token_ids():
+    target = tiny_target()
+    target.tokenizer = copy.deepcopy(target.tokenizer)
+    target.tokenizer.chat_template = None
+    with pytest.raises(DecodingError, match="has no chat template; give the prompt as raw text, or as token ids"):
+        generate(target, None, "w7")
+    assert generate(target, None, "w7", raw=True, max_new_tokens=2).prompt == [7]
+
+
+def test_what_a_chat_template_refuses_is_said_in_its_words():
+    target = tiny_target()
+    target.tokenizer = copy.deepcopy(target.tokenizer)
+    target.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DecodingError, match="refuses these messages: roles must alternate"):
+        generate(target, None, "w7")
+
+
+@pytest.mark.parametrize("kind", [None, "dflash", "dspark"])
+def test_a_text_fits_into_the_context_exactly_or_is_refused(kind):
+    """At the limit nothing reads beyond it; one token more is refused, and the error says what would fit."""
+    target = without_end(max_position_embeddings=64)
+    drafter = None if kind is None else tiny_drafter(kind, target)
+    block = 0 if drafter is None else drafter.config.num_proposals
+    assert room(target, drafter, len(PROMPT)) == 64 - len(PROMPT) - block
+    reach = []
+    forward = target.forward
+    target.forward = lambda ids, cache, layers: (
+        reach.append(cache.length + ids.shape[1]),
+        forward(ids, cache, layers),
+    )[1]
+    for num_prompt in (len(PROMPT), 64 - block - 1):
+        prompt = (PROMPT * 13)[:num_prompt]
+        fits = 64 - num_prompt - block
+        assert len(generate(target, drafter, prompt, max_new_tokens=fits).tokens) == fits
+        with pytest.raises(DecodingError, match=f"reads at most 64 tokens; .* max_new_tokens to at most {fits},"):
+            generate(target, drafter, prompt, max_new_tokens=fits + 1)
+    assert max(reach) <= 64
+    with pytest.raises(DecodingError, match=r"make 67: shorten the prompt$"):
+        generate(target, drafter, [*(PROMPT * 13)[: 64 - block], 5, 5], max_new_tokens=1)
+
+
+def test_weights_that_give_nan_are_an_error_and_no_text():
+    target = without_end()
+    target.head[3, 2] = torch.nan
+    with pytest.raises(DecodingError, match="computes NaN: its weights are damaged"):
+        generate(target, None, PROMPT, rule="greedy")
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

@@ -12,8 +12,9 @@ NUM_OTHERS = 2048
 
 def overfit_drafter(target, prompts, *, num_tokens, num_steps, num_blocks=48, rate=2e-3, temperature=0.0, **shape):
     """A DFlash drafter trained with CE on blocks of the target's own answers to these prompts (token ids)."""
+    rule = "block" if temperature > 0 else "greedy"
     answers = [
-        generate(target, None, ids, temperature=temperature, max_new_tokens=num_tokens, seed=i).tokens
+        generate(target, None, ids, rule=rule, temperature=temperature, max_new_tokens=num_tokens, seed=i).tokens
         for i, ids in enumerate(prompts)
     ]
     torch.manual_seed(0)

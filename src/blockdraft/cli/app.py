@@ -1,113 +1,155 @@
-"""The verbs, and what a mistake looks like: one line, exit code 2."""
+"""The tree of verbs, and what a mistake looks like: one line on stderr, and an exit code."""
 
-import json
+import os
 import sys
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
 
 from blockdraft import __version__
-from blockdraft.cli.data import data
-from blockdraft.cli.demo import demo
-from blockdraft.cli.evaluate import Spread, evaluate
+from blockdraft.cli.data import inspect, prompts, regenerate
+from blockdraft.cli.evaluate import demo, evaluate, report
 from blockdraft.cli.export import export, export_target
-from blockdraft.cli.recipes import estimate, recipes
-from blockdraft.cli.report import report
+from blockdraft.cli.generate import generate
 from blockdraft.cli.study import study
-from blockdraft.cli.train import train
-from blockdraft.verification import RULES, Rule
+from blockdraft.cli.train import estimate, list_recipes, show_recipe, train, validate_recipes
+from blockdraft.errors import BlockdraftError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+MISTAKE, INTERRUPTED = 2, 130
+"""Exit codes: the user can mend it; the user pressed Ctrl-C. A bug shows its traceback and exits with 1."""
+
+
+class Verb(TyperCommand):
+    """A command that tells what went wrong in one line if the user can do something about it."""
+
+    resumes = False
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; mistakes, file errors and Ctrl-C become a line on stderr and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except BlockdraftError as error:
+            raise _failed(f"error: {error}", MISTAKE) from error
+        except BrokenPipeError:
+            raise  # the reader of our output has left; that is no error
+        except OSError as error:
+            raise _failed(f"error: {describe(error, ctx.params.get('out'))}", MISTAKE) from error
+        except KeyboardInterrupt as interrupt:
+            again = "; the same command resumes" if self.resumes else ""
+            raise _failed(f"stopped{again}", INTERRUPTED) from interrupt
+
+
+class ResumableVerb(Verb):
+    """A verb that continues where it was stopped when the same command is given again."""
+
+    resumes = True
+
+
+class EvaluateVerb(ResumableVerb):
+    """A verb whose repeatable options also take all values at once: ``--rules greedy token block``.
+
+    This is only for commands without positional arguments.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the name of such an option before each of its further values, then parse."""
+        several = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
+        spread: list[str] = []
+        last: str | None = None
+        fresh = False
+        for arg in args:
+            if arg.startswith("--"):
+                last, fresh = (arg if arg in several else None), True
+            elif last is not None and not fresh:
+                spread.append(last)
+            else:
+                fresh = False
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+class VerbTree(TyperGroup):
+    """The verbs in the order in which one needs them."""
+
+    ORDER = (
+        "demo", "generate", "data", "recipes", "estimate", "train", "evaluate", "report", "study", "export",
+        "export-target",
+    )  # fmt: skip
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all verbs, those that are not in the list last."""
+        return sorted(super().list_commands(ctx), key=[*self.ORDER, *super().list_commands(ctx)].index)
+
+
+def describe(error: OSError, out: object = None) -> str:
+    """Return the path and the reason of a file error; writes that fail name no path, so ``out`` stands for it."""
+    path = error.filename if error.filename is not None else out
+    reason = error.strerror or str(error) or type(error).__name__
+    if path is None:
+        return reason
+    return f"{os.fsdecode(path) if isinstance(path, bytes) else path}: {reason}"
+
+
+def _failed(line: str, code: int) -> typer.Exit:
+    print(line, file=sys.stderr)
+    return typer.Exit(code)
+
+
+app = typer.Typer(
+    cls=VerbTree, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+data = typer.Typer(no_args_is_help=True, help="Choose prompts, sample answers to them, inspect the data.")
+recipes = typer.Typer(no_args_is_help=True, help="List, show and check training recipes.")
+
+app.command(cls=ResumableVerb)(demo)
+app.command(cls=Verb)(generate)
 app.add_typer(data, name="data")
+data.command(cls=Verb)(prompts)
+data.command(cls=ResumableVerb)(regenerate)
+data.command(cls=Verb)(inspect)
 app.add_typer(recipes, name="recipes")
-app.command()(estimate)
-app.command()(train)
-app.command(cls=Spread)(evaluate)
-app.command()(report)
-app.command()(demo)
-app.command()(study)
-app.command()(export)
-app.command("export-target")(export_target)
+recipes.command("ls", cls=Verb)(list_recipes)
+recipes.command("show", cls=Verb)(show_recipe)
+recipes.command("validate", cls=Verb)(validate_recipes)
+app.command(cls=Verb)(estimate)
+app.command(cls=ResumableVerb)(train)
+app.command(cls=EvaluateVerb)(evaluate)
+app.command(cls=Verb)(report)
+app.command(cls=ResumableVerb)(study)
+app.command(cls=Verb)(export)
+app.command("export-target", cls=Verb)(export_target)
 
 
 @app.callback(invoke_without_command=True)
-def blockdraft(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    """Drafters for speculative decoding, trained for block verification."""
+def blockdraft(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Train drafters for speculative decoding, and decode with them.
+
+    A drafter proposes a block of tokens, the target verifies them in one pass; the text is the target's own.
+    """
     if version:
         print(__version__)
         raise typer.Exit
 
 
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The user's message.")],
-    target: Annotated[str, typer.Option(help="pocket, smollm2, a Hugging Face id or a folder.")] = "pocket",
-    drafter: Annotated[Path | None, typer.Option(help="A drafter's folder; none is autoregressive.")] = None,
-    rule: Annotated[str, typer.Option(help="greedy, token or block.")] = "block",
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the target; 0 is greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Keep the k most probable tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="Keep the most probable tokens of this mass.")] = 1.0,
-    draft_temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the drafter; else the target's.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Output budget.")] = 256,
-    seed: Annotated[int, typer.Option(help="Of all random streams.")] = 0,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Token and block verification on the same prompt.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rounds as JSON instead of text.")] = False,
-) -> None:
-    """Decode one answer and show what verification kept: accepted tokens, corrections, bonus tokens."""
-    from blockdraft.cli.streaming import Stream, as_dict
-    from blockdraft.decoding import generate as decode
-    from blockdraft.drafters import load_drafter
-    from blockdraft.targets import load_target
-
-    if rule not in RULES:
-        raise typer.BadParameter(f"{rule!r} is not one of {', '.join(RULES)}", param_hint="--rule")
-    if compare and drafter is None:
-        raise typer.BadParameter("there is nothing to compare without --drafter", param_hint="--compare")
-    model = load_target(target)
-    small = None if drafter is None else load_drafter(drafter, model).to(model.device, model.dtype)
-    chosen: tuple[Rule, ...] = ("token", "block") if compare else (rule,)
-    console = Console(highlight=False, soft_wrap=True)
-    results = {}
-    for each in chosen:
-        stream = Stream(model, console, max_new_tokens, silent=as_json)
-        out = decode(
-            model, small, prompt, rule=each, temperature=temperature, top_k=top_k, top_p=top_p,
-            draft_temperature=draft_temperature, max_new_tokens=max_new_tokens, seed=seed, on_round=stream.show,
-        )  # fmt: skip
-        stream.close(out, each if small is not None else "no drafter")
-        results[each] = as_dict(out)
-    if as_json:
-        json.dump(results, sys.stdout, indent=2)
-        print()
-
-
 def main() -> None:
-    """Run a verb. A user's mistake is one message and exit code 2; anything else is a bug and shows its traceback."""
+    """Run the verb that the command line names, and exit with its code."""
+    usage_error: type[Any] = typer.BadParameter.__mro__[1]
     try:
-        app()
-    except SystemExit:
-        raise  # before the names of all mistakes are looked up
-    except _mistakes() as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
+        code = app(prog_name="blockdraft", standalone_mode=False)
+    except usage_error as error:
+        sys.exit(_explain(error))
+    except typer.Abort as abort:
+        raise abort.__cause__ or abort from None  # typer's word for a file that ends too early
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _mistakes() -> tuple[type[Exception], ...]:
-    from blockdraft.data import DataError, EngineError, PromptError
-    from blockdraft.distributed import DeviceError
-    from blockdraft.drafters import CheckpointError
-    from blockdraft.evaluation import EvaluationError
-    from blockdraft.recipes import RecipeError
-    from blockdraft.targets import UnsupportedTargetError
-
-    return (
-        CheckpointError, DataError, DeviceError, EngineError, EvaluationError, PromptError, RecipeError,
-        UnsupportedTargetError,
-    )  # fmt: skip
+def _explain(error: Any) -> int:
+    """Tell a mistake in the command line itself, and where its help is."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return MISTAKE
+    hint = "" if error.ctx is None else f" (see {error.ctx.command_path} --help)"
+    message = error.format_message().rstrip(".").replace("Value error, ", "")
+    print(f"error: {message}{hint}", file=sys.stderr)
+    return MISTAKE

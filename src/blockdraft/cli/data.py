@@ -1,47 +1,75 @@
 """``blockdraft data``: from prompts to training data."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    import torch
+from blockdraft.cli.options import (
+    AsJson,
+    Device,
+    Dtype,
+    Force,
+    OutFolder,
+    Seed,
+    TargetName,
+    TopK,
+    TopP,
+    finite,
+    print_json,
+)
+from blockdraft.cli.options import precision as precision
 
+if TYPE_CHECKING:
     from blockdraft.data.selection import Summary
 
 ENGINES = ("local", "server")
 
-Device = Annotated[str, typer.Option(help="Where the target runs: cpu, cuda, cuda:1.")]
-Precision = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16; else float32 on a CPU, bfloat16 elsewhere.")
-]
 
-data = typer.Typer(no_args_is_help=True, help="Prompts and training data.")
-
-
-@data.command()
 def prompts(
     source: Annotated[
-        str, typer.Option("--from", help="pocket, open-perfectblend, a JSON-lines file, a folder or a Hugging Face id.")
+        str,
+        typer.Option(
+            "--from",
+            help="Where prompts come from: pocket (its generator), open-perfectblend, a JSON-lines file, a folder of "
+            "them, or the Hugging Face id of a data set.",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The JSON-lines file to write.")],
-    num: Annotated[int | None, typer.Option(min=1, help="How many to keep; all if not given.")] = None,
-    heldout: Annotated[int, typer.Option(min=0, help="How many to hold out, in a file of their own.")] = 0,
-    heldout_out: Annotated[Path | None, typer.Option(help="That file; else OUT's name with .heldout.jsonl.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice, and of pocket's generator.")] = 0,
-    split: Annotated[str | None, typer.Option(help="Of a data set; train if not given.")] = None,
-    family: Annotated[str | None, typer.Option(help="Of pocket: math, code or chat; all if not given.")] = None,
-    min_chars: Annotated[int, typer.Option(min=1, help="Drop prompts with fewer characters.")] = 1,
-    max_chars: Annotated[int | None, typer.Option(min=1, help="Drop prompts with more characters.")] = None,
-    min_turns: Annotated[int, typer.Option(min=1, help="Drop prompts with fewer user messages.")] = 1,
-    max_turns: Annotated[int | None, typer.Option(min=1, help="Drop prompts with more user messages.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON to stdout.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    num: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many prompts to keep.", show_default="all")
+    ] = None,
+    heldout: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How many more prompts to hold out, in a file of their own.")
+    ] = 0,
+    heldout_out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file for the prompts that are held out.",
+            show_default="the name of --out, ending in .heldout.jsonl",
+        ),
+    ] = None,
+    seed: Seed = 0,
+    split: Annotated[str | None, typer.Option(help="The split of a data set.", show_default="train")] = None,
+    family: Annotated[
+        str | None, typer.Option(help="The kind of pocket's prompts: math, code or chat.", show_default="all")
+    ] = None,
+    min_chars: Annotated[int, typer.Option(metavar="N", min=1, help="Drop prompts with fewer characters.")] = 1,
+    max_chars: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Drop prompts with more characters.")
+    ] = None,
+    min_turns: Annotated[int, typer.Option(metavar="N", min=1, help="Drop prompts with fewer user messages.")] = 1,
+    max_turns: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Drop prompts with more user messages.")
+    ] = None,
+    as_json: AsJson = False,
+    force: Force = False,
 ) -> None:
-    """Choose prompts: without repetition, within limits, the same ones for the same seed, some held out."""
+    """Choose prompts to train on.
+
+    Each one is taken once and within limits; some can be held out for measurements.
+    """
     from blockdraft.data import write_prompts
     from blockdraft.data.selection import Limits, draw, select
     from blockdraft.data.sources import POCKET_SOURCE, pocket_prompts, read_source
@@ -64,50 +92,81 @@ def prompts(
     write_prompts({out: chosen.kept, heldout_out: chosen.heldout}, force=force)
     if as_json:
         files = {"out": str(out), "heldout_out": str(heldout_out) if heldout else None}
-        json.dump(chosen.summary.to_dict() | files, sys.stdout, indent=2)
-        print()
+        print_json(chosen.summary.to_dict() | files)
     else:
         _show(chosen.summary, out, heldout_out)
     if num is not None and chosen.summary.num_kept < num:
         print(f"note: {num} were asked for, {chosen.summary.num_kept} is all there is", file=sys.stderr)
 
 
-@data.command()
 def regenerate(
-    target: Annotated[str, typer.Option(help="pocket, smollm2, a Hugging Face id or a folder.")],
-    prompts: Annotated[Path, typer.Option(help="JSON lines, as `data prompts` writes them.")],
-    out: Annotated[Path, typer.Option(help="The data folder: a new one, or an unfinished one to resume.")],
+    target: TargetName,
+    prompts: Annotated[Path, typer.Option(help="The prompts to answer: JSON lines, as data prompts writes them.")],
+    out: OutFolder,
+    device: Device = None,
+    dtype: Dtype = None,
     engine: Annotated[
-        str | None, typer.Option(help="local (the target runs here) or server; server if --server is given.")
+        str | None,
+        typer.Option(
+            help="Who computes the answers: local for this process, server for OpenAI-compatible servers.",
+            show_default="server if --server is given, else local",
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Take only the first so many prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one response.")] = 2048,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Answer only the first so many prompts.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Stop each answer after so many tokens.")
+    ] = 2048,
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Of prompt and response; else 3072, or what the target can read.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=2,
+            help="The largest number of tokens of a prompt and its answer together.",
+            show_default="3072, or what the target can read",
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="BV loss assumes 1.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="BV loss assumes 0, the whole vocabulary.")] = 0,
-    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="BV loss assumes 1.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of all draws.")] = 42,
+    batch_size: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many answers the local engine samples at once.")
+    ] = 64,
+    shard_size: Annotated[int, typer.Option(metavar="N", min=1, help="How many conversations one file holds.")] = 512,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            metavar="X", min=0.0, callback=finite, help="The target's temperature; the BV objective assumes 1."
+        ),
+    ] = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 42,
     server: Annotated[
-        list[str] | None, typer.Option(help="URL of an OpenAI-compatible server; may be given several times.")
+        list[str] | None,
+        typer.Option(help="The URL of an OpenAI-compatible server; give the option several times for several servers."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The servers' name for the target, if they list several.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at each server.")] = 64,
-    api_key_variable: Annotated[str | None, typer.Option(help="Environment variable with the servers' key.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one request to a server may take.")] = 600.0,
-    retries: Annotated[int, typer.Option(min=0, help="Further attempts after a request that failed.")] = 5,
-    batch_size: Annotated[int, typer.Option(min=1, help="Responses side by side (local).")] = 64,
-    shard_size: Annotated[int, typer.Option(min=1, help="Conversations per shard.")] = 512,
-    device: Device = "cpu",
-    dtype: Precision = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest's counts as JSON to stdout.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="The name that the servers give the target, if they serve several.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many requests each server works on at once.")
+    ] = 64,
+    api_key_variable: Annotated[
+        str | None, typer.Option(help="The environment variable that holds the servers' API key.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.001, help="How long one request to a server may take.")
+    ] = 600.0,
+    retries: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How often a request that failed is sent again.")
+    ] = 5,
+    as_json: AsJson = False,
 ) -> None:
-    """Sample the target's own responses to prompts, every turn of a conversation on top of its own history.
+    """Sample the target's own answers to prompts.
 
-    Stop it at any moment: the same command resumes.
+    Conversations are answered turn by turn, each on top of the target's earlier answers.
+    Stop it whenever you like: the same command resumes.
     """
-    from blockdraft.cli.progress import Bar
+    from blockdraft.cli.progress import Stages
     from blockdraft.data import Engine, GenerationSettings, LocalEngine, ServerEngine, read_prompts
     from blockdraft.data import regenerate as run
     from blockdraft.targets import Sampling, load_target
@@ -127,33 +186,38 @@ def regenerate(
             server, concurrency=concurrency, timeout=timeout, retries=retries, model=model,
             key_variable=api_key_variable,
         )  # fmt: skip
-    with Bar(f"{target}, {engine}", len(chosen)) as bar:
+    with Stages() as stages:
+        done = 0
 
         def count(conversations: int, num_tokens: int, new: bool) -> None:
-            if new:
-                bar.advance(conversations, tokens=num_tokens)
-            else:
-                bar.skip(conversations)
+            nonlocal done
+            done += conversations
+            stages.show(f"{target}, {engine}", done, len(chosen), num_tokens if new else 0, fresh=new)
 
         manifest = run(chosen, loaded, settings, out, engine=sampler, shard_size=shard_size, on_progress=count)
     _show_counts(out, manifest.totals.model_dump(), as_json=as_json)
 
 
-@data.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A data folder, complete or not.")],
-    target: Annotated[str | None, typer.Option(help="The model to check against; else the manifest's.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Texts to show.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Response tokens whose law is checked, about.")] = 20_000,
-    seed: Annotated[int, typer.Option(min=0, help="Of the choice of samples.")] = 0,
-    device: Device = "cpu",
-    dtype: Precision = None,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Run the target over a sample of paths.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON to stdout.")] = False,
+    folder: Annotated[Path, typer.Argument(help="A folder that data regenerate has written, complete or not.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="The model whose answers these should be.", show_default="the one that the folder names"),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    samples: Annotated[int, typer.Option(metavar="N", min=0, help="How many texts to show.")] = 3,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Run the target over some texts to see if it wrote them.")
+    ] = True,
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="About how many answer tokens to check.")] = 20_000,
+    seed: Seed = 0,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what a data folder holds, and check that its tokens follow the target's own law.
+    """Show and check what a data folder holds.
 
-    Exits with 2 if they do not.
+    The check is whether its tokens were sampled from the target at temperature 1 over the whole vocabulary.
+    The exit code is 2 if they were not.
     """
     from blockdraft.cli.inspection import DataSummary
     from blockdraft.data import DataError, check_sampling, open_dataset, read_manifest
@@ -167,27 +231,19 @@ def inspect(
     law = check_sampling(paths, model, num_tokens=tokens, seed=seed) if check else None
     report = DataSummary(folder, paths, model, law)
     if as_json:
-        json.dump(report.to_dict(), sys.stdout, indent=2)
-        print()
+        print_json(report.to_dict())
     else:
         report.show(samples, seed)
     if law is not None and not law.plain:
         raise DataError(f"{folder}: {law.verdict}")
 
 
-def precision(name: str | None) -> "torch.dtype | None":
-    """A dtype by its name."""
-    from blockdraft.targets import DTYPES
-
-    if name is not None and name not in DTYPES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
-    return None if name is None else DTYPES[name]
-
-
 def _check_paths(source: str, out: Path, heldout_out: Path) -> None:
     if out.resolve() == heldout_out.resolve():
         raise typer.BadParameter(f"{out} is the file for the kept prompts", param_hint="--heldout-out")
     for name, path in (("--out", out), ("--heldout-out", heldout_out)):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise typer.BadParameter(f"{path} is a device or a pipe; name an ordinary file", param_hint=name)
         if Path(source).is_file() and path.resolve() == Path(source).resolve():
             raise typer.BadParameter(f"{path} is the file to read from; name another", param_hint=name)
 
@@ -211,8 +267,7 @@ def _show(summary: "Summary", out: Path, heldout_out: Path) -> None:
 
 def _show_counts(out: Path, counts: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        json.dump(counts, sys.stdout, indent=2)
-        print()
+        print_json(counts)
         return
     print(f"{out}: {counts['rows']:,} rows, {counts['response_tokens']:,} response tokens")
     for reason, num in counts["dropped"].items():

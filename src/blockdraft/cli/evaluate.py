@@ -1,113 +1,201 @@
-"""``blockdraft evaluate``."""
+"""``blockdraft evaluate``, ``report`` and ``demo``: the verbs that end with a table of results."""
 
+import signal
 import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
-from typer.core import TyperCommand
 
-from blockdraft.cli.data import Device, Precision, precision
-from blockdraft.cli.tables import print_whole
+from blockdraft.cli.options import (
+    AsJson,
+    Device,
+    Dtype,
+    OutFolder,
+    RuleName,
+    Seed,
+    TargetName,
+    finite,
+    precision,
+    print_json,
+)
 
 if TYPE_CHECKING:
+    from rich.table import Table as Grid
+
     from blockdraft.evaluation import Results
-
-
-class Spread(TyperCommand):
-    """Lets an option that may come several times take all values at once: ``--rules greedy token block``.
-
-    For commands without positional arguments.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        several = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
-        spread: list[str] = []
-        last: str | None = None
-        fresh = False
-        for arg in args:
-            if arg.startswith("--"):
-                last, fresh = (arg if arg in several else None), True
-            elif last is not None and not fresh:
-                spread.append(last)
-            else:
-                fresh = False
-            spread.append(arg)
-        return super().parse_args(ctx, spread)
+    from blockdraft.reports import Table
 
 
 def evaluate(
     drafter: Annotated[
-        list[str], typer.Option(help="A drafter's or a run's folder, or NAME=FOLDER; several are compared.")
+        list[str], typer.Option(help="The folder of a drafter or of a run, or NAME=FOLDER; several are compared.")
     ],
-    out: Annotated[Path, typer.Option(help="The evaluation's folder: new, or one to go on with.")],
-    target: Annotated[str, typer.Option(help="pocket, smollm2, a Hugging Face id or a folder.")] = "pocket",
+    out: OutFolder,
+    target: TargetName = "pocket",
+    device: Device = None,
+    dtype: Dtype = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="gsm8k math500 aime25 humaneval mbpp livecodebench mt-bench, benchmarks (all seven), "
-            "pocket (its three), or files of prompts; pocket if not given."
+            help="What to answer: gsm8k math500 aime25 humaneval mbpp livecodebench mt-bench, benchmarks for all "
+            "seven, pocket for its own three, or files of prompts.",
+            show_default="pocket",
         ),
     ] = None,
-    rules: Annotated[list[str] | None, typer.Option(help="Of greedy, token and block; all if not given.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="A folder with NAME.jsonl for the benchmarks; else the Hugging Face hub.")
+        Path | None,
+        typer.Option(
+            help="The folder that holds the benchmarks as NAME.jsonl.", show_default="download them from the hub"
+        ),
     ] = None,
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="Of each task; else as many as the paper's.")] = None,
-    temperature: Annotated[float, typer.Option(help="Of the target, for token and block verification.")] = 1.0,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="How many prompts of each task to answer.", show_default="as many as the paper"
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=2, help="Stop each answer after so many tokens.")
+    ] = 256,
+    rules: Annotated[
+        list[RuleName] | None, typer.Option(help="The verification rules to measure.", show_default="all three")
+    ] = None,
+    temperature: Annotated[
+        float,
+        typer.Option(metavar="X", callback=finite, help="The target's temperature under token and block verification."),
+    ] = 1.0,
     draft_temperatures: Annotated[
-        list[float] | None, typer.Option(help="Where the best draft temperature is sought; else 0.3 to 1.2.")
+        list[float] | None,
+        typer.Option(
+            metavar="X",
+            callback=finite,
+            help="The draft temperatures among which the best one is sought.",
+            show_default="0.3 to 1.2",
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Of one answer.")] = 256,
-    num_traces: Annotated[int, typer.Option(min=0, help="Prompts of each task for the block explorer.")] = 2,
+    num_traces: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How many prompts of each task the report's block explorer shows.")
+    ] = 2,
     dynamics_texts: Annotated[
-        int, typer.Option(min=0, help="Training texts for the figure of training dynamics; 0 for none.")
+        int,
+        typer.Option(
+            metavar="N", min=0, help="How many training texts the figure of training dynamics uses; 0 for no figure."
+        ),
     ] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Of the choice of prompts and of all draws.")] = 0,
-    device: Device = "cpu",
-    dtype: Precision = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON to stdout.")] = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure drafters: acceptance length, retention, speed-up, by task and verification rule.
+    """Measure drafters: accepted tokens, retention, speed-up.
 
-    Stop it at any moment; the same command goes on. Under torchrun the prompts are shared out.
+    The results are by task and verification rule, with intervals, in one file for blockdraft report.
+    Stop it whenever you like: the same command resumes. Under torchrun the processes divide the prompts.
     """
     from blockdraft.cli.progress import Stages
     from blockdraft.distributed import Distributed
     from blockdraft.evaluation import Evaluation, Protocol, load_candidates, load_tasks
     from blockdraft.evaluation.protocol import GRID, as_rules
     from blockdraft.targets import load_target
-    from blockdraft.verification import RULES
 
     protocol = Protocol(
-        rules=as_rules(rules or list(RULES)), temperature=temperature, max_new_tokens=max_new_tokens, seed=seed,
-        draft_temperatures=tuple(draft_temperatures) if draft_temperatures else GRID, num_traces=num_traces,
-        dynamics_texts=dynamics_texts,
+        rules=as_rules([str(rule) for rule in rules or RuleName]), temperature=temperature,
+        max_new_tokens=max_new_tokens, seed=seed, num_traces=num_traces, dynamics_texts=dynamics_texts,
+        draft_temperatures=tuple(draft_temperatures) if draft_temperatures else GRID,
     )  # fmt: skip
     chosen = load_tasks(tasks, folder=prompts, num_prompts=num_prompts, seed=seed)
-    processes = Distributed(device)
+    distributed = Distributed(device)
     try:
-        loaded = load_target(target, device=processes.device, dtype=precision(dtype))
+        loaded = load_target(target, device=distributed.device, dtype=precision(dtype))
         candidates = load_candidates(drafter, loaded)
-        with Stages(shown=processes.is_main) as stages:
-            results = Evaluation(loaded, candidates, chosen, protocol, out, processes, stages.show).run()
+        with Stages(shown=distributed.is_main) as stages:
+            results = Evaluation(loaded, candidates, chosen, protocol, out, distributed, stages.show).run()
     finally:
-        processes.close()
-    if not processes.is_main:
+        distributed.close()
+    if not distributed.is_main:
         return
     if as_json:
-        print(results.model_dump_json(indent=2))
+        print_json(results.model_dump(mode="json"))
     else:
-        show(results)
+        show_results(results)
         print(f"{out / 'results.json'}; a report of it: blockdraft report {out} --out DIR", file=sys.stderr)
 
 
-def show(results: "Results") -> None:
-    """The averages as a table on stdout."""
-    title = f"{results.target}: mean of {len(results.tasks)} tasks"
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="EVALUATION...", help="Folders that evaluate has written.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")] = Path("report"),
+    as_json: AsJson = False,
+) -> None:
+    """Write tables, figures and a page about evaluations.
+
+    The page needs no network and has a block explorer; several evaluations are shown together.
+    """
+    from blockdraft.reports import write_report
+
+    written = write_report(folders, out, on_file=lambda file: print(file, file=sys.stderr))
+    if as_json:
+        paths = {"tables": written.table_files, "figures": written.figure_files}
+        print_json({"report": str(written.page)} | {name: list(map(str, files)) for name, files in paths.items()})
+        return
+    if written.tables:
+        _show_table(written.tables[0])
+    print(f"{written.page}: {len(written.tables)} tables, {len(written.figure_files) // 2} figures")
+
+
+def demo(
+    target: Annotated[
+        str, typer.Option(help="pocket, which takes ten minutes, or smollm2, which takes more than an hour.")
+    ] = "pocket",
+    out: Annotated[Path | None, typer.Option(help="The folder to write.", show_default="demo/TARGET")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run everything once, from data to a report.
+
+    The target answers prompts; a drafter is trained with CE on the answers and one with BV; both are evaluated.
+    Stop it whenever you like: the same command resumes.
+    """
+    from blockdraft.cli.progress import Stages
+    from blockdraft.demo import SIZES, Demo, DemoError
+
+    if target not in SIZES:
+        raise typer.BadParameter(f"{target!r} is not one of {', '.join(SIZES)}", param_hint="--target")
+    folder = out or Path("demo") / target
+    print(
+        f"{target} in {folder}: about {SIZES[target].minutes} minutes on two cores. "
+        "Stop it whenever you like: the same command resumes.",
+        file=sys.stderr,
+    )
+    started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the runs it started are told to stop, too
+    try:
+        with Stages() as stages:
+            results, written = Demo(target, folder, stages.show).run()
+    except DemoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    lengths = {
+        each.drafter: each.acceptance_length.value
+        for each in results.averages
+        if (each.rule, each.choice) == ("block", "paper")
+    }
+    gain = lengths["bv"] / lengths["ce"] - 1
+    if as_json:
+        print_json({"report": str(written.page), "gain": gain, "results": results.model_dump(mode="json")})
+    else:
+        show_results(results)
+        ours, theirs = lengths["bv"], lengths["ce"]
+        print(f"BV {ours:.2f}, CE {theirs:.2f} tokens per call under block verification: {gain:+.1%}")
+        print(f"the report: {written.page}")
+    print(f"{time.monotonic() - started:.0f} seconds", file=sys.stderr)
+
+
+def show_results(results: "Results") -> None:
+    """Print the averages over all tasks as a table on stdout."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text(f"{results.target}: mean of {len(results.tasks)} tasks", style="table.title")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("drafter", "rule", "temp.", "tokens/call", "95%", "predicted", "whole", "speed-up"):
         table.add_column(name, justify="left" if name in ("drafter", "rule") else "right", no_wrap=True)
@@ -120,4 +208,34 @@ def show(results: "Results") -> None:
             f"{length.value:.2f}", f"{length.low:.2f}-{length.high:.2f}", f"{each.predicted_length.value:.2f}",
             f"{each.whole_block_rate:.1%}", f"{each.speedup.value:.2f}x",
         )  # fmt: skip
-    print_whole(table)
+    _print_whole(table)
+
+
+def _show_table(table: "Table") -> None:
+    """Print one of a report's tables, the best values bold."""
+    from rich import box
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for label in table.labels:
+        grid.add_column(Text(label), vertical="bottom")
+    for column in table.columns:
+        heads = "\n".join(column.heads).replace(" verification", "").replace(" (", "\n(")
+        grid.add_column(Text(heads, justify="right"), justify="right", no_wrap=True)
+    above = ""
+    for row in table.rows:
+        if above and row.labels[0] != above:
+            grid.add_section()
+        labels = ["" if row.labels[0] == above else row.labels[0], *row.labels[1:]]
+        grid.add_row(*map(Text, labels), *(Text(v.text, style="bold" if v.best else "") for v in row.values))
+        above = row.labels[0]
+    _print_whole(grid)
+
+
+def _print_whole(table: "Grid") -> None:
+    """Print a table as wide as it is: a narrow terminal wraps lines, and no number loses a digit."""
+    from rich.console import Console
+
+    wide = Console(highlight=False, width=1000)
+    Console(highlight=False, width=wide.measure(table).maximum).print(table)

@@ -1,64 +1,178 @@
-"""``blockdraft train``."""
+"""``blockdraft recipes``, ``estimate`` and ``train``: what to train, what it will take, and the training itself."""
 
-import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli.data import precision
-from blockdraft.cli.recipes import Assignments, RecipeName
+from blockdraft.cli.options import AsJson, Assignments, RecipeName, precision, print_json
+
+if TYPE_CHECKING:
+    from blockdraft.training import ResourceEstimate
+
+RECIPES = Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Names of shipped recipes, or YAML files.")]
+
+
+def list_recipes(as_json: AsJson = False) -> None:
+    """List the recipes that are shipped with blockdraft.
+
+    They are named by target, drafter and objective.
+    """
+    from blockdraft.recipes import shipped_names
+
+    if as_json:
+        print_json(shipped_names())
+    else:
+        print("\n".join(shipped_names()))
+
+
+def show_recipe(recipe: RecipeName, assignments: Assignments = None, as_json: AsJson = False) -> None:
+    """Print a recipe with every field resolved and explained, as YAML."""
+    from blockdraft.recipes import load_recipe, to_yaml
+
+    loaded = load_recipe(recipe, assignments).resolved()
+    if as_json:
+        print_json(loaded.model_dump(mode="json"))
+    else:
+        print(to_yaml(loaded, explain=True), end="")
+
+
+def validate_recipes(recipes: RECIPES, as_json: AsJson = False) -> None:
+    """Check recipes without running them.
+
+    The exit code is 2 if one of them is wrong.
+    """
+    from blockdraft.errors import BlockdraftError
+    from blockdraft.recipes import load_recipe
+
+    errors: dict[str, str | None] = {}
+    for name in recipes:
+        try:
+            load_recipe(name)
+            errors[name] = None
+        except BlockdraftError as error:
+            errors[name] = str(error)
+    if as_json:
+        print_json([{"recipe": name, "valid": why is None, "error": why} for name, why in errors.items()])
+    for name, why in errors.items():
+        if why is not None:
+            print(f"error: {why}", file=sys.stderr)
+        elif not as_json:
+            print(f"{name}: valid")
+    if any(errors.values()):
+        raise typer.Exit(2)
+
+
+def estimate(
+    recipe: RecipeName,
+    assignments: Assignments = None,
+    devices: Annotated[int, typer.Option(metavar="N", min=1, help="How many devices train together.")] = 1,
+    tflops: Annotated[
+        float | None,
+        typer.Option(metavar="X", min=0.001, help="The peak rate of a device in TFLOP/s; prints hours if given."),
+    ] = None,
+    efficiency: Annotated[
+        float, typer.Option(metavar="X", min=0.001, max=1.0, help="The share of the peak rate to assume.")
+    ] = 0.2,
+    texts: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many texts to assume if the recipe sets no data.path.")
+    ] = 100_000,
+    tokens_per_text: Annotated[
+        float,
+        typer.Option(
+            metavar="X", min=1, help="The mean length of a text, prompt included, to assume if there is no data.path."
+        ),
+    ] = 1000,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the disk, memory and steps that a recipe will take.
+
+    Nothing is loaded or launched.
+    """
+    from blockdraft.data import read_manifest
+    from blockdraft.recipes import load_recipe
+    from blockdraft.training import estimate as compute
+
+    loaded = load_recipe(recipe, assignments)
+    if loaded.data.path is not None:
+        counts = read_manifest(loaded.data.path).totals
+        texts = max(1, counts.rows)
+        tokens_per_text = (counts.prompt_tokens + counts.response_tokens) / texts
+    found = compute(loaded, num_devices=devices, num_texts=texts, tokens_per_text=tokens_per_text)
+    if as_json:
+        hours = None if tflops is None else found.hours(tflops, efficiency)
+        print_json(asdict(found) | {"device_bytes": found.device_bytes, "hours": hours})
+    else:
+        _show_estimate(found, texts, tokens_per_text)
+        if tflops is not None:
+            hours = found.hours(tflops, efficiency)
+            print(f"about {hours:,.1f} hours at {efficiency:.0%} of {tflops:g} TFLOP/s a device")
 
 
 def train(
     recipe: RecipeName,
     assignments: Assignments = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/RECIPE if not given.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder of the run: a new one, or one that an interrupted run left.", show_default="runs/RECIPE"
+        ),
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, take two steps, write and read a checkpoint, leave.")
+        bool,
+        typer.Option("--dry-run", help="Check everything, take two steps, write and read a checkpoint, and leave."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the last measurement as JSON to stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train a drafter. An interrupted run goes on with the same command; also under torchrun."""
-    from blockdraft.cli.progress import TrainingBar
+    """Train a drafter by a recipe.
+
+    Stop it whenever you like: the same command resumes. The device is the recipe's (runtime.device=cuda:1).
+    For several processes: torchrun --nproc-per-node N -m blockdraft train ...
+    """
+    from blockdraft.cli.progress import Stages
     from blockdraft.distributed import Distributed
     from blockdraft.recipes import load_recipe
     from blockdraft.targets import load_target
-    from blockdraft.training import StoppedError, Trainer, TrainingError
+    from blockdraft.training import Progress, StoppedError, Trainer, TrainingError
     from blockdraft.training import dry_run as check
 
     loaded = load_recipe(recipe, assignments)
-    processes = Distributed(loaded.runtime.device)
+    distributed = Distributed(loaded.runtime.device)
     run = out or Path("runs") / Path(recipe).stem
     try:
         target = load_target(
-            loaded.target.name, dtype=precision(loaded.target.dtype), device=processes.device,
+            loaded.target.name, dtype=precision(loaded.target.dtype), device=distributed.device,
             mask_token_id=loaded.target.mask_token_id,
         )  # fmt: skip
         if dry_run:
-            for line in check(loaded, target, processes):
-                if processes.is_main:
+            for line in check(loaded, target, distributed):
+                if distributed.is_main:
                     print(line)
             return
-        trainer = Trainer(loaded, target, run, processes)
-        with TrainingBar(run.name, trainer.num_steps, trainer.step, shown=processes.is_main) as bar:
-            measured = trainer.train(bar.show)
+        trainer = Trainer(loaded, target, run, distributed)
+        with Stages(shown=distributed.is_main) as stages:
+
+            def show(progress: Progress) -> None:
+                stages.show(run.name, progress.step, progress.num_steps, note=_note(progress.metrics))
+
+            stages.show(run.name, trainer.step, trainer.num_steps)
+            measured = trainer.train(show)
     except StoppedError as stopped:
-        if processes.is_main:
+        if distributed.is_main:
             print(stopped, file=sys.stderr)
         raise typer.Exit(143) from None
     except TrainingError as error:
-        if processes.is_main:
+        if distributed.is_main:
             print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     finally:
-        processes.close()
-    if not processes.is_main:
+        distributed.close()
+    if not distributed.is_main:
         return
     if as_json:
-        json.dump({"run": str(run), "step": trainer.step} | measured, sys.stdout, indent=2)
-        print()
+        print_json({"run": str(run), "step": trainer.step} | measured)
         return
     print(f"{run}: {trainer.step} steps")
     if measured:
@@ -70,3 +184,45 @@ def train(
     if trainer.decoded is not None:
         length = measured["decoded_length_block"]
         print(f"  {length:.2f} tokens per verification call, decoding {len(trainer.decoded.prompts)} of their prompts")
+
+
+def _note(metrics: dict[str, Any]) -> str:
+    """Return what the last step measured, the most telling number first."""
+    blocks = metrics["num_blocks"] * metrics["steps_per_second"]
+    return (
+        f"loss {metrics['loss']:.3f}, accepted {metrics['length_block']:.2f}, {blocks:,.0f} blocks/s, "
+        f"lr {metrics['learning_rate']:.1e}, waiting {metrics['waiting_for_data']:.0%}"
+    )
+
+
+def _show_estimate(found: "ResourceEstimate", texts: int, tokens_per_text: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim", overflow="fold")
+    table.add_row("texts", f"{texts:,}", f"{tokens_per_text:,.0f} tokens each")
+    table.add_row("steps", f"{found.num_steps:,}", f"{found.num_tokens:,} tokens through the target, all epochs")
+    table.add_row("target", f"{found.target_parameters / 1e6:,.1f} M", "parameters")
+    table.add_row("drafter", f"{found.drafter_parameters / 1e6:,.1f} M", "parameters")
+    table.add_section()
+    table.add_row("data on disk", _size(found.data_bytes), "uncompressed; the files are about half of it")
+    table.add_row("feature cache", _size(found.cache_bytes), "only if data.features is cached")
+    table.add_section()
+    devices = f"on each of {found.num_devices} devices" if found.num_devices > 1 else "on one device"
+    table.add_row("target weights", _size(found.target_bytes), devices)
+    table.add_row("drafter weights", _size(found.drafter_bytes), "float32, and a copy in the computing precision")
+    table.add_row("optimizer", _size(found.optimizer_bytes), "gradients and two moments")
+    table.add_row("activations", _size(found.activation_bytes), "of one micro-batch")
+    table.add_row("logits, fused", _size(found.fused_bytes), f"{_size(found.unfused_bytes)} if they were not fused")
+    table.add_row("together", _size(found.device_bytes), f"{devices}, allocator's waste not counted")
+    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.1f} {name}"
+    return f"{num_bytes / 2**10:,.1f} KiB"

@@ -4,14 +4,23 @@
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Generator, Tensor
 
+from blockdraft.decoding.request import (
+    DecodingError,
+    PromptLike,
+    check_room,
+    check_seed,
+    check_temperature,
+    prompt_ids,
+    sampling_for,
+)
 from blockdraft.drafters import Drafter, Proposal
-from blockdraft.targets import Message, Sampling, Target
+from blockdraft.targets import Sampling, Target
 from blockdraft.verification import Rule, Verdict, verify
 
 OnVerdict = Callable[[Proposal, Tensor, Verdict], None]
@@ -21,11 +30,11 @@ OnVerdict = Callable[[Proposal, Tensor, Verdict], None]
 class Round:
     """One verification call.
 
-    drafted: tokens proposed, up to an end token among them.
+    drafted: the tokens that were proposed, up to the first end token among them.
     accepted: how many of them were kept.
     next_token: the correction or bonus token; None if the text ended inside the block.
-    seconds: by phase: ``draft`` and ``verify``, the two models' passes (the drafter's reading of newly
-        committed features included), and ``rest``: the target's law, the verdict, rollback.
+    seconds: by phase: ``draft`` and ``verify`` for the passes of the two models (the drafter's reading of newly
+        committed features included), ``rest`` for the target's probabilities, the verdict and the rollback.
     """
 
     drafted: list[int]
@@ -35,7 +44,7 @@ class Round:
 
     @property
     def tokens(self) -> list[int]:
-        """What the round added to the text."""
+        """The tokens that the round added to the text."""
         return self.drafted[: self.accepted] + ([] if self.next_token is None else [self.next_token])
 
 
@@ -43,11 +52,11 @@ class Round:
 class Generation:
     """A decoded text.
 
-    prompt: token ids it follows.
-    tokens: the new ones, cropped to the budget, an end token included.
-    text: the new ones decoded, special tokens skipped; None without a tokenizer.
-    rounds: one record per verification call, before cropping.
-    prefill_seconds: time until the first token, which no round counts.
+    prompt: the token ids that it follows.
+    tokens: the new token ids, cut to the budget, an end token included.
+    text: the new tokens decoded, without special tokens; None if the target has no tokenizer.
+    rounds: one record per verification call, before the cut.
+    prefill_seconds: the time until the first token, which belongs to no round.
     """
 
     prompt: list[int]
@@ -63,17 +72,18 @@ class Generation:
 
     @property
     def seconds(self) -> float:
-        """Time of the whole generation."""
+        """The time that the whole generation took."""
         return self.prefill_seconds + sum(sum(r.seconds.values()) for r in self.rounds)
 
 
 def generate(
     target: Target,
     drafter: Drafter | None,
-    prompt: Sequence[Message] | Sequence[int] | str,
+    prompt: PromptLike,
     *,
+    raw: bool = False,
     rule: Rule = "block",
-    temperature: float = 1.0,
+    temperature: float | None = None,
     top_k: int = 0,
     top_p: float = 1.0,
     draft_temperature: float | None = None,
@@ -82,28 +92,36 @@ def generate(
     on_round: Callable[[Round], None] | None = None,
     on_verdict: OnVerdict | None = None,
 ) -> Generation:
-    """Decode one text, lossless under every rule.
+    """Decode one text; whatever the drafter, the output is distributed as the target's own.
 
     Args:
-        target, drafter: the models; no drafter is autoregressive decoding.
-        prompt: messages of a conversation (any number of turns), one user message, or token ids.
-        rule: ``"greedy"`` (the target's argmax, temperature 0), ``"token"`` or ``"block"``.
-        temperature, top_k, top_p: the target's law, which the output follows exactly.
-        draft_temperature: of the drafter's own law; the target's temperature if not given. Any value is
-            lossless, since the verifier is told the law that the tokens were drawn from.
-        max_new_tokens: output budget; the last block is cropped to it.
-        seed: of all random streams.
+        target: the model whose text is decoded.
+        drafter: the model that proposes blocks; None decodes autoregressively.
+        prompt: a text, which is one user message; the messages of a conversation, ``{"role": ..., "content": ...}``
+            each; or token ids ``[T]``. Texts and messages go through the target's chat template.
+        raw: encode a text as it stands, without a chat template.
+        rule: ``"block"`` or ``"token"`` to sample, ``"greedy"`` for the target's most probable tokens.
+        temperature: of the target; 1 if not given. The rule ``"greedy"`` takes none, or 0.
+        top_k: sample from the k most probable tokens only; 0 keeps all.
+        top_p: sample from the fewest tokens whose probabilities sum to p; 1 keeps all.
+        draft_temperature: of the drafter; the target's if not given. Every value is lossless, since the verifier is
+            told the distribution that the drafts were sampled from.
+        max_new_tokens: how many tokens the text may have; the last block is cut to it. Prompt, new tokens and one
+            drafted block must fit into the target's ``max_position_embeddings``.
+        seed: of all random streams; the same seed gives the same text.
         on_round: called with each round's record, and first with one for the prefill token.
         on_verdict: called in each round with the proposal, p ``[1, B + 1, V]`` and the verdict.
+
+    Raises:
+        DecodingError: what was asked for contradicts itself, or does not fit the target.
     """
-    sampling = Sampling(0.0 if rule == "greedy" else temperature, top_k, top_p)
-    if sampling.temperature == 0:
-        rule = "greedy"
+    sampling = sampling_for(rule, temperature, top_k, top_p)
     if draft_temperature is None:
         draft_temperature = sampling.temperature
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    ids = prompt_ids(target, prompt)
+    check_temperature("draft_temperature", draft_temperature)
+    check_seed(seed)
+    ids = prompt_ids(target, prompt, raw=raw)
+    check_room(target, drafter, len(ids), max_new_tokens)
     state = _State(target, drafter, ids, rule, sampling, draft_temperature, max_new_tokens, seed, on_verdict)
     with torch.inference_mode():
         state.prefill(on_round)
@@ -115,22 +133,9 @@ def generate(
     return out
 
 
-def prompt_ids(target: Target, prompt: Sequence[Message] | Sequence[int] | str) -> list[int]:
-    """Token ids of a prompt given in any of the forms `generate` takes."""
-    if isinstance(prompt, str):
-        return target.render([{"role": "user", "content": prompt}])
-    if not prompt:
-        raise ValueError("the prompt is empty")
-    messages = [item for item in prompt if isinstance(item, dict)]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if len(messages) < len(prompt) and len(ids) < len(prompt):
-        raise ValueError("a prompt is text, messages or token ids")
-    return target.render(messages) if messages else ids
-
-
 @dataclass(frozen=True)
 class Streams:
-    """Separate generators for drafting, coins and recovery tokens, all from one seed."""
+    """Three random streams from one seed: for drafting, for the verifier's coins, for recovery tokens."""
 
     draft: Generator
     coins: Generator
@@ -138,6 +143,7 @@ class Streams:
 
     @classmethod
     def from_seed(cls, seed: int, device: torch.device) -> "Streams":
+        """Derive the three streams from one seed."""
         root = Generator().manual_seed(seed)
         seeds = torch.randint(2**62, (3,), generator=root).tolist()
         return cls(*(Generator(device).manual_seed(s) for s in seeds))
@@ -176,7 +182,13 @@ class _State:
         start = time.perf_counter()
         output = self.target.forward(self._ids(self.out.prompt), self.cache, self.layers)
         self._extend(output.features, len(self.out.prompt))
-        probs = self.sampling.probs(self.target.logits(output.hidden[:, -1:]))
+        logits = self.target.logits(output.hidden[:, -1:])
+        if logits.isnan().any():
+            raise DecodingError(
+                f"{self.target.name} computes NaN: its weights are damaged, or overflow in {self.target.dtype}; "
+                "load it again, in float32 if it was not"
+            )
+        probs = self.sampling.probs(logits)
         empty = torch.zeros(1, 0, dtype=torch.long, device=self.target.device)
         token = self._verify(probs, Proposal(empty, probs[:, :0]))[1]
         self.out.prefill_seconds = time.perf_counter() - start
@@ -212,7 +224,7 @@ class _State:
             on_round(record)
 
     def _propose(self) -> Proposal:
-        """A block, cut after the first end token in it: what follows one is never read."""
+        """Draft a block and cut it after the first end token in it: what follows one is never read."""
         if self.drafter is None or self.draft_cache is None:
             empty = torch.zeros(1, 0, dtype=torch.long, device=self.target.device)
             return Proposal(empty, torch.zeros(1, 0, self.target.vocab_size, device=self.target.device))

@@ -65,9 +65,9 @@ def converse(
     answers: list[Generation] = []
     while (request := conversation.request) is not None:
         answer = generate(
-            target, drafter, request.prompt_ids, rule=way.rule, temperature=temperature,
-            draft_temperature=way.draft_temperature, max_new_tokens=request.max_new_tokens, seed=request.seed,
-            on_verdict=on_verdict,
+            target, drafter, request.prompt_ids, rule=way.rule,
+            temperature=None if way.rule == "greedy" else temperature, draft_temperature=way.draft_temperature,
+            max_new_tokens=request.max_new_tokens, seed=request.seed, on_verdict=on_verdict,
         )  # fmt: skip
         if on_turn is not None:
             on_turn(answer)
