@@ -41,7 +41,8 @@ class Spread(TyperCommand):
 
 def evaluate(
     drafter: Annotated[
-        list[str], typer.Option(help="A drafter's or a run's folder, or NAME=FOLDER; several are compared.")
+        list[str],
+        typer.Option(help="A drafter's or a run's folder, RUN@best, RUN@last, or NAME=FOLDER; several are compared."),
     ],
     out: Annotated[Path, typer.Option(help="The evaluation's folder: new, or one to go on with.")],
     target: Annotated[str, typer.Option(help="pocket, smollm2, a Hugging Face id or a folder.")] = "pocket",
@@ -49,7 +50,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="gsm8k math500 aime25 humaneval mbpp livecodebench mt-bench, benchmarks (all seven), "
-            "pocket (its three), or files of prompts; pocket if not given."
+            "pocket (its three), or files of prompts, also of SPEED-Bench and Spec-Bench; pocket if not given."
         ),
     ] = None,
     rules: Annotated[list[str] | None, typer.Option(help="Of greedy, token and block; all if not given.")] = None,
@@ -66,6 +67,9 @@ def evaluate(
     dynamics_texts: Annotated[
         int, typer.Option(min=0, help="Training texts for the figure of training dynamics; 0 for none.")
     ] = 512,
+    checkpoint: Annotated[
+        str, typer.Option(help="Which checkpoint of a run's folder is evaluated: best (on held-out texts) or last.")
+    ] = "best",
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of prompts and of all draws.")] = 0,
     device: Device = "cpu",
     dtype: Precision = None,
@@ -78,6 +82,7 @@ def evaluate(
     from blockdraft.cli.progress import Stages
     from blockdraft.distributed import Distributed
     from blockdraft.evaluation import Evaluation, Protocol, load_candidates, load_tasks
+    from blockdraft.evaluation.candidates import as_checkpoint
     from blockdraft.evaluation.protocol import GRID, as_rules
     from blockdraft.targets import load_target
     from blockdraft.verification import RULES
@@ -91,7 +96,7 @@ def evaluate(
     processes = Distributed(device)
     try:
         loaded = load_target(target, device=processes.device, dtype=precision(dtype))
-        candidates = load_candidates(drafter, loaded)
+        candidates = load_candidates(drafter, loaded, checkpoint=as_checkpoint(checkpoint))
         with Stages(shown=processes.is_main) as stages:
             results = Evaluation(loaded, candidates, chosen, protocol, out, processes, stages.show).run()
     finally:
@@ -116,7 +121,7 @@ def show(results: "Results") -> None:
         length = each.acceptance_length
         name = each.drafter if labels[each.drafter] == each.drafter else f"{each.drafter}: {labels[each.drafter]}"
         table.add_row(
-            Text(name), each.rule, "argmax" if each.rule == "greedy" else f"{each.draft_temperature:g}",
+            Text(name), each.rule, "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g}",
             f"{length.value:.2f}", f"{length.low:.2f}-{length.high:.2f}", f"{each.predicted_length.value:.2f}",
             f"{each.whole_block_rate:.1%}", f"{each.speedup.value:.2f}x",
         )  # fmt: skip

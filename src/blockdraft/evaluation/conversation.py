@@ -2,35 +2,13 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 from blockdraft.data import Prompt
 from blockdraft.decoding import Generation, generate
 from blockdraft.decoding.generation import OnVerdict
 from blockdraft.drafters import Drafter
+from blockdraft.evaluation.protocol import DecodingSetup
 from blockdraft.targets import Message, Target
-from blockdraft.verification import Rule
-
-AUTOREGRESSIVE = "autoregressive"
-
-
-@dataclass(frozen=True)
-class DecodingSetup:
-    """A way to decode: a drafter (None is autoregressive), a rule, a draft temperature.
-
-    choice: ``paper`` or ``best``: how the draft temperature was chosen.
-    """
-
-    drafter: str | None
-    rule: Rule
-    draft_temperature: float
-    choice: Literal["paper", "best"] = "paper"
-
-    @property
-    def key(self) -> str:
-        """A name for files."""
-        return f"{self.drafter or AUTOREGRESSIVE}/{self.rule}/{self.draft_temperature:g}"
 
 
 def converse(
