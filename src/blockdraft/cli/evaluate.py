@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 def evaluate(
     drafter: Annotated[
-        list[str], typer.Option(help="The folder of a drafter or of a run, or NAME=FOLDER; several are compared.")
+        list[str],
+        typer.Option(
+            help="The folder of a drafter or of a run, RUN@best, RUN@last, or NAME=FOLDER; several are compared."
+        ),
     ],
     out: OutFolder,
     target: TargetName = "pocket",
@@ -40,7 +43,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="What to answer: gsm8k math500 aime25 humaneval mbpp livecodebench mt-bench, benchmarks for all "
-            "seven, pocket for its own three, or files of prompts.",
+            "seven, pocket for its own three, or files of prompts, also of SPEED-Bench and Spec-Bench.",
             show_default="pocket",
         ),
     ] = None,
@@ -84,6 +87,9 @@ def evaluate(
             metavar="N", min=0, help="How many training texts the figure of training dynamics uses; 0 for no figure."
         ),
     ] = 512,
+    checkpoint: Annotated[
+        str, typer.Option(help="Which checkpoint of a run's folder to evaluate: best on held-out texts, or last.")
+    ] = "best",
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -95,6 +101,7 @@ def evaluate(
     from blockdraft.cli.progress import Stages
     from blockdraft.distributed import Distributed
     from blockdraft.evaluation import Evaluation, Protocol, load_candidates, load_tasks
+    from blockdraft.evaluation.candidates import as_checkpoint
     from blockdraft.evaluation.protocol import GRID, as_rules
     from blockdraft.targets import load_target
 
@@ -107,7 +114,7 @@ def evaluate(
     distributed = Distributed(device)
     try:
         loaded = load_target(target, device=distributed.device, dtype=precision(dtype))
-        candidates = load_candidates(drafter, loaded)
+        candidates = load_candidates(drafter, loaded, checkpoint=as_checkpoint(checkpoint))
         with Stages(shown=distributed.is_main) as stages:
             results = Evaluation(loaded, candidates, chosen, protocol, out, distributed, stages.show).run()
     finally:
@@ -204,7 +211,7 @@ def show_results(results: "Results") -> None:
         length = each.acceptance_length
         name = each.drafter if labels[each.drafter] == each.drafter else f"{each.drafter}: {labels[each.drafter]}"
         table.add_row(
-            Text(name), each.rule, "argmax" if each.rule == "greedy" else f"{each.draft_temperature:g}",
+            Text(name), each.rule, "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g}",
             f"{length.value:.2f}", f"{length.low:.2f}-{length.high:.2f}", f"{each.predicted_length.value:.2f}",
             f"{each.whole_block_rate:.1%}", f"{each.speedup.value:.2f}x",
         )  # fmt: skip

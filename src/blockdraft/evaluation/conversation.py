@@ -1,37 +1,16 @@
 """Conversations decoded with a drafter, held in the same way as those of the training data."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 from blockdraft.data import Conversation, GenerationSettings, Prompt
 from blockdraft.decoding import Generation, generate
 from blockdraft.decoding.generation import OnVerdict
 from blockdraft.drafters import Drafter
+from blockdraft.evaluation.protocol import DecodingSetup
 from blockdraft.targets import Sampling, Target
-from blockdraft.verification import Rule
 
-AUTOREGRESSIVE = "autoregressive"
 STREAM = "evaluate"
 """The random stream of decoding, which is not that of the target's own texts."""
-
-
-@dataclass(frozen=True)
-class DecodingSetup:
-    """A way to decode: a drafter (None is autoregressive), a rule, a draft temperature.
-
-    choice: ``paper`` or ``best``: how the draft temperature was chosen.
-    """
-
-    drafter: str | None
-    rule: Rule
-    draft_temperature: float
-    choice: Literal["paper", "best"] = "paper"
-
-    @property
-    def key(self) -> str:
-        """A name for files."""
-        return f"{self.drafter or AUTOREGRESSIVE}/{self.rule}/{self.draft_temperature:g}"
 
 
 def converse(

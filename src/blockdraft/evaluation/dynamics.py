@@ -1,4 +1,4 @@
-"""Training dynamics: every epoch's checkpoint on the same blocks of training texts (the paper's figure 4).
+"""Training dynamics: every epoch's checkpoint on the same full blocks of training texts (the paper's figure 4).
 
 Accuracy is argmax agreement with the stored tokens. The length is that of one draw per block: the drafter samples,
 the target reads what was sampled, block verification decides.
@@ -19,35 +19,42 @@ DYNAMICS = 5
 
 
 def fixed_blocks(
-    paths: TextDataset, num_texts: int, blocks_per_text: int, num_proposals: int, seed: int
+    texts: TextDataset, num_texts: int, blocks_per_text: int, num_proposals: int, seed: int
 ) -> list[TextAnchors]:
-    """The same whole blocks of the same texts for every checkpoint and every drafter of this size."""
+    """Choose the same full blocks of the same texts for every checkpoint and every drafter of this size.
+
+    A text qualifies if it has ``blocks_per_text`` different anchors with ``num_proposals`` tokens of the response after
+    each. If fewer than ``num_texts`` do, there is no figure: an average over shorter blocks would be another quantity.
+    """
     rng = np.random.default_rng([seed, DYNAMICS])
-    room = paths.response_lengths - num_proposals  # anchors with a whole block behind them
-    able = np.flatnonzero(room >= 1)
-    if len(able) == 0:
-        raise EvaluationError(f"no response of the training data holds a block of {num_proposals}")
-    texts = np.sort(rng.choice(able, size=min(num_texts, len(able)), replace=False))
+    room = texts.response_lengths - num_proposals  # anchors with a full block behind them
+    able = np.flatnonzero(room >= blocks_per_text)
+    if len(able) < num_texts:
+        raise EvaluationError(
+            f"{len(able):,} of {len(texts):,} training texts have {blocks_per_text} full blocks of {num_proposals} "
+            f"tokens, and {num_texts:,} are asked for; "
+            + (f"--dynamics-texts {len(able)} takes all of them" if len(able) else "--dynamics-texts 0 leaves it out")
+        )
+    chosen = np.sort(rng.choice(able, size=num_texts, replace=False))
     return [
         TextAnchors(
             int(text),
-            paths.prompt_lengths[text]
-            + np.sort(rng.choice(room[text], size=min(blocks_per_text, int(room[text])), replace=False)),
+            texts.prompt_lengths[text] + np.sort(rng.choice(room[text], size=blocks_per_text, replace=False)),
         )
-        for text in texts
+        for text in chosen
     ]
 
 
 @torch.no_grad()
 def measure(
-    target: Target, drafter: Drafter, paths: TextDataset, chosen: list[TextAnchors], seed: int
+    target: Target, drafter: Drafter, texts: TextDataset, chosen: list[TextAnchors], seed: int
 ) -> tuple[float, float]:
-    """Accuracy, and mean accepted draft tokens of one draw per block."""
+    """Return the accuracy, and the mean accepted draft tokens of one draw per block."""
     sampling = Sampling()
     draft, coins, recovery = (torch.Generator(target.device).manual_seed(seed + i) for i in range(3))
     correct = positions = accepted = blocks = 0
     for each in chosen:
-        batch = collate([each], paths, drafter.config.num_proposals).to(target.device)
+        batch = collate([each], texts, drafter.config.num_proposals).to(target.device)
         cache = target.new_cache(batch.tokens.shape[1] + drafter.config.num_proposals + 1)
         output = target.forward(batch.tokens, cache, drafter.config.target_layers)
         assert output.features is not None
@@ -82,5 +89,4 @@ def training_dynamics(
         points.append(
             DynamicsPoint(step=step, epoch=step / run.info.steps_per_epoch, accuracy=accuracy, draft_length=length)
         )
-    num_blocks = sum(len(each.anchors) for each in chosen)
-    return Dynamics(drafter=name, num_texts=len(chosen), num_blocks=num_blocks, points=points)
+    return Dynamics(drafter=name, num_texts=num_texts, num_blocks=num_texts * blocks_per_text, points=points)

@@ -1,45 +1,58 @@
-"""An evaluation in its folder: target paths, predictions from them, decoding, results.
+"""An evaluation in its folder: texts of the target, predictions from them, decoding, results.
 
-out/plan.json            what this evaluation is; another one is refused
-out/paths/LAW/NNN        the target's own responses, in data folders of up to 128 prompts
-out/predictions/*.json   expected rounds on them, by drafter and data folder
-out/records/*.jsonl      one line per prompt and way of decoding
-out/results.json, out/traces.json
+out/plan.json              what this evaluation is; another one is refused
+out/texts/KIND/NNN         the target's own responses, greedy and sampled, in data folders of up to 128 prompts
+out/predictions/*.json     expected rounds on them, by drafter (its fingerprint) and data folder
+out/records/*.jsonl        one line per prompt and way of decoding
+out/results.json, out/profile.json, out/traces.json
 
-Every stage goes on where it stopped. Data folders and prompts are shared out over the processes; the first process
+Every stage resumes where it stopped. Data folders and prompts are shared out over the processes; the first process
 puts the results together.
 """
 
 import datetime
-import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-import blockdraft
-from blockdraft.data import Conversation, DataError, GenerationSettings, Prompt, read_completions, regenerate
+from blockdraft.data import (
+    Conversation,
+    DataError,
+    GenerationSettings,
+    Prompt,
+    TextDataset,
+    read_completions,
+    regenerate,
+)
 from blockdraft.distributed import Distributed
-from blockdraft.evaluation.about import Candidate
-from blockdraft.evaluation.assembly import Assembly, about
-from blockdraft.evaluation.conversation import DecodingSetup, converse
+from blockdraft.evaluation.candidates import Candidate
+from blockdraft.evaluation.conversation import converse
 from blockdraft.evaluation.dynamics import training_dynamics
-from blockdraft.evaluation.expected import Expected, best_of, write_expected
-from blockdraft.evaluation.metrics import Record
-from blockdraft.evaluation.prediction import Predictor
-from blockdraft.evaluation.protocol import Law, Protocol
-from blockdraft.evaluation.results import Dynamics, EvaluationError, Results, TracedPrompt, Traces, write_model
+from blockdraft.evaluation.metrics import Assembly, DecodedPrompt, GenerationRecord, RecordFiles, about, profile
+from blockdraft.evaluation.prediction import PredictionFile, Predictions, PredictionSettings, Predictor, best_of
+from blockdraft.evaluation.protocol import DecodingSetup, Plan, Protocol, TextKind
+from blockdraft.evaluation.results import (
+    Dynamics,
+    EvaluationError,
+    Results,
+    TracedPrompt,
+    Traces,
+    read_model,
+    write_model,
+)
 from blockdraft.evaluation.tasks import Task
 from blockdraft.evaluation.tracing import trace
-from blockdraft.files import atomic_write, complete_lines, exclusive
+from blockdraft.files import exclusive
+from blockdraft.provenance import Provenance
 from blockdraft.runs import RunError
-from blockdraft.targets import Sampling, Target, fingerprint, weights_fingerprint
+from blockdraft.targets import Sampling, Target, fingerprint
 
 PROMPTS_PER_FOLDER = 128
 WARM_UP_TOKENS = 16
@@ -49,7 +62,7 @@ OnProgress = Callable[[str, int, int, int], None]
 
 
 class Evaluation:
-    """Drafters of one target on tasks."""
+    """Measures drafters of one target on tasks, in a folder."""
 
     def __init__(
         self,
@@ -58,93 +71,104 @@ class Evaluation:
         tasks: Sequence[Task],
         protocol: Protocol,
         out: str | Path,
-        processes: Distributed | None = None,
+        distributed: Distributed | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         if not candidates:
             raise EvaluationError("there is no drafter to evaluate")
         self.target, self.candidates, self.protocol, self.out = target, candidates, protocol, Path(out)
+        self.left_out: dict[str, Counter[str]] = {}
         self.tasks = [self._what_fits(_with_unique_ids(task)) for task in tasks]
-        self.processes = processes or Distributed(str(target.device))
+        self.distributed = distributed or Distributed(str(target.device))
         self.on_progress = on_progress or (lambda _stage, _done, _of, _tokens: None)
         self.prompts = [(task, prompt) for task in self.tasks for prompt in task.prompts]
+        self.records = RecordFiles(self.out / "records", self.distributed.rank)
 
     def run(self) -> Results:
-        """All stages; the results, which the first process also writes."""
+        """Run all stages, and return the results, which the first process also writes."""
         started = _now()
-        if not self.processes.is_main:
+        if not self.distributed.is_main:
             return self._stages(started)
+        for name, reasons in self.left_out.items():
+            said = ", ".join(f"{number} {reason}" for reason, number in reasons.items())
+            print(f"{name}: {reasons.total()} prompts are left out ({said})", file=sys.stderr)
         self.out.mkdir(parents=True, exist_ok=True)
         with exclusive(self.out):
             self._refuse_another()
             return self._stages(started)
 
     def _stages(self, started: str) -> Results:
-        self.processes.barrier()
-        self._write_paths()
+        self.distributed.barrier()
+        self._write_texts()
         self._write_predictions()
-        self.processes.barrier()
-        expected = {each.name: Expected(self._prediction_files(each), self.protocol) for each in self.candidates}
-        points = {name: each.temperatures(self.tasks) for name, each in expected.items()}
-        ways = self._ways({name: {r: best_of(p, r) for r in self.protocol.sampled_rules} for name, p in points.items()})
-        self._decode(ways)
-        self.processes.barrier()
-        records = {(line["prompt"], line["way"]): [Record(**t) for t in line["turns"]] for line in self._lines()}
-        cells, averages = Assembly(self.tasks, self.candidates, self.protocol).assemble(ways, records, expected)
+        self.distributed.barrier()
+        predictions = {each.name: Predictions(self._prediction_files(each), self.protocol) for each in self.candidates}
+        points = {name: each.temperatures(self.tasks) for name, each in predictions.items()}
+        setups = self._setups({n: {r: best_of(p, r) for r in self.protocol.sampled_rules} for n, p in points.items()})
+        self._decode(setups)
+        self.distributed.barrier()
+        records = {(line.prompt, line.key): line.turns for line in self.records.read()}
+        found = Assembly(self.tasks, self.candidates, self.protocol).assemble(setups, records, predictions)
         results = Results(
             target=self.target.name, target_fingerprint=fingerprint(self.target), settings=self._settings(),
-            provenance=_provenance(self.target, self.processes, started), tasks=[task.about() for task in self.tasks],
-            drafters=[about(each, points[each.name], self.protocol) for each in self.candidates], cells=cells,
-            averages=averages, dynamics=self._dynamics() if self.processes.is_main else [],
+            provenance=_provenance(self.target, self.distributed, started), tasks=[task.about() for task in self.tasks],
+            drafters=[about(each, points[each.name], self.protocol) for each in self.candidates], cells=found.cells,
+            averages=found.averages, comparisons=found.comparisons,
+            dynamics=self._dynamics() if self.distributed.is_main else [],
         )  # fmt: skip
-        if self.processes.is_main:
+        if self.distributed.is_main:
             write_model(self._traces(), self.out / "traces.json")
+            write_model(profile(results), self.out / "profile.json")
             write_model(results, self.out / "results.json")
-        self.processes.barrier()
+        self.distributed.barrier()
         return results
 
     # What this evaluation is
 
     def _refuse_another(self) -> None:
+        """Write the plan, or compare it with the one that is there."""
         protocol = self.protocol
-        identity = {
-            "target": fingerprint(self.target),
-            "drafters": {each.name: weights_fingerprint(each.drafter) for each in self.candidates},
-            "tasks": {task.name: [prompt.to_dict() for prompt in task.prompts] for task in self.tasks},
-            "rules": list(protocol.rules), "temperature": protocol.temperature,
-            "max_new_tokens": protocol.max_new_tokens, "seed": protocol.seed, "draft_temperatures": list(protocol.grid),
-        }  # fmt: skip
+        plan = Plan(
+            target=fingerprint(self.target), drafters={each.name: each.fingerprint for each in self.candidates},
+            tasks={task.name: task.prompts for task in self.tasks}, rules=list(protocol.rules),
+            temperature=protocol.temperature, max_new_tokens=protocol.max_new_tokens, seed=protocol.seed,
+            draft_temperatures=list(protocol.grid), one_hot=protocol.one_hot,
+        )  # fmt: skip
         file = self.out / "plan.json"
         if file.exists():
-            there = json.loads(file.read_text(encoding="utf-8"))
-            wrong = [key for key in identity if identity[key] != there.get(key)]
+            wrong = read_model(file, Plan).differences(plan)
             if wrong:
                 raise EvaluationError(
                     f"{self.out} holds another evaluation: {', '.join(wrong)} differ. Choose another --out"
                 )
-        else:
-            with atomic_write(file) as unfinished:
-                unfinished.write_text(json.dumps(identity, ensure_ascii=False), encoding="utf-8")
+            return
+        parts = [name for name in ("texts", "predictions", "records", "results.json") if (self.out / name).exists()]
+        if parts:
+            raise EvaluationError(
+                f"{self.out} has {', '.join(parts)} but no plan.json, so nobody knows what they were made from. "
+                "Choose another --out"
+            )
+        write_model(plan, file, indent=None)
 
     def _settings(self) -> dict[str, Any]:
         protocol = self.protocol
         return {
             "rules": list(protocol.rules), "temperature": protocol.temperature,
             "max_new_tokens": protocol.max_new_tokens, "seed": protocol.seed, "num_bootstrap": protocol.num_bootstrap,
-            "draft_temperatures": list(protocol.grid), "batch_size": 1, "dtype": str(self.target.dtype).split(".")[-1],
-            "device": self.target.device.type,
+            "draft_temperatures": list(protocol.grid), "one_hot": protocol.one_hot, "batch_size": 1,
+            "dtype": str(self.target.dtype).split(".")[-1], "device": self.target.device.type,
         }  # fmt: skip
 
     # What the target can read
 
     @property
     def max_length(self) -> int:
-        """Of prompt and answer together, for every way alike: the last block may reach beyond the answer."""
+        """The longest prompt and answer together, in every way alike: the last block may reach beyond the answer."""
         limit = self.target.context_length or 2**15
         return limit - 1 - max(each.drafter.config.num_proposals for each in self.candidates)
 
     def _what_fits(self, task: Task) -> Task:
-        """The task without prompts whose first answer has no room."""
+        """Return the task without the prompts whose first answer has no room."""
         asked = [Conversation(prompt, self.target, self._sampling_settings("sampled")) for prompt in task.prompts]
         kept = [each.prompt for each in asked if each.dropped is None]
         if not kept:
@@ -152,121 +176,124 @@ class Evaluation:
                 f"{task.name}: no prompt can be answered with {self.protocol.max_new_tokens} new tokens, prompt and "
                 f"answer within {self.max_length}: {asked[0].dropped}"
             )
+        if len(kept) < len(asked):
+            self.left_out[task.name] = Counter(each.dropped for each in asked if each.dropped is not None)
         return replace(task, prompts=kept, num_left_out=len(task.prompts) - len(kept))
 
-    # TextDataset of the target
+    # Texts of the target
 
-    def _sampling_settings(self, law: Law) -> GenerationSettings:
+    def _sampling_settings(self, kind: TextKind) -> GenerationSettings:
         protocol = self.protocol
-        sampling = Sampling(protocol.temperature_of(law))
+        sampling = Sampling(protocol.temperature_of(kind))
         return GenerationSettings(sampling, protocol.max_new_tokens, self.max_length, protocol.seed, whole_turns=True)
 
-    def _folders(self, law: Law) -> list[tuple[Path, list[Prompt]]]:
-        """Data folders and the prompts of each."""
+    def _folders(self) -> list[tuple[TextKind, Path, list[Prompt]]]:
+        """Return all data folders, with the kind of texts and the prompts of each."""
         prompts = [prompt for _, prompt in self.prompts]
         starts = range(0, len(prompts), PROMPTS_PER_FOLDER)
         return [
-            (self.out / "paths" / law / f"{number:03d}", prompts[start : start + PROMPTS_PER_FOLDER])
+            (kind, self.out / "texts" / kind / f"{number:03d}", prompts[start : start + PROMPTS_PER_FOLDER])
+            for kind in self.protocol.text_kinds
             for number, start in enumerate(starts)
         ]
 
-    def _write_paths(self) -> None:
-        """The target's own responses, by continuous batching."""
-        work = [(law, *each) for law in self.protocol.laws for each in self._folders(law)]
-        work = work[self.processes.rank :: self.processes.world_size]
-        of, done = sum(len(prompts) for _, _, prompts in work), 0
+    @property
+    def _own_folders(self) -> list[tuple[TextKind, Path, list[Prompt]]]:
+        """The data folders that this process writes and reads."""
+        return self._folders()[self.distributed.rank :: self.distributed.world_size]
+
+    def _write_texts(self) -> None:
+        """Sample the target's own responses, by continuous batching."""
+        of, done = sum(len(prompts) for _, _, prompts in self._own_folders), 0
 
         def count(conversations: int, tokens: int, new: bool) -> None:
             nonlocal done
             done += conversations
-            self.on_progress("target paths", done, of, tokens if new else 0)
+            self.on_progress("texts of the target", done, of, tokens if new else 0)
 
-        for law, folder, prompts in work:
-            settings = self._sampling_settings(law)
+        for kind, folder, prompts in self._own_folders:
+            settings = self._sampling_settings(kind)
             regenerate(prompts, self.target, settings, folder, shard_size=len(prompts), on_progress=count)
 
     # Predictions
 
     def _prediction_files(self, candidate: Candidate) -> list[Path]:
-        folders = [folder for law in self.protocol.laws for folder, _ in self._folders(law)]
-        return [self._prediction_file(candidate, folder) for folder in folders]
+        return [self._prediction_file(candidate, folder) for _, folder, _ in self._folders()]
 
     def _prediction_file(self, candidate: Candidate, folder: Path) -> Path:
-        return self.out / "predictions" / f"{candidate.name}-{folder.parent.name}-{folder.name}.json"
+        return self.out / "predictions" / f"{candidate.fingerprint}-{folder.parent.name}-{folder.name}.json"
 
     def _write_predictions(self) -> None:
-        """Each process reads the data folders that it wrote."""
+        """Score every drafter on the texts; what was scored before, on the same texts, is kept."""
         protocol = self.protocol
-        folders = [(law, folder) for law in protocol.laws for folder, _ in self._folders(law)]
-        mine = folders[self.processes.rank :: self.processes.world_size]
-        work = [(candidate, law, folder) for candidate in self.candidates for law, folder in mine]
-        for done, (candidate, law, folder) in enumerate(work):
-            self.on_progress("predictions", done, len(work), 0)
-            file = self._prediction_file(candidate, folder)
-            if not file.exists():
-                predictor = Predictor(
-                    self.target, candidate.drafter, protocol.temperature_of(law), protocol.max_new_tokens, protocol.seed
-                )
-                rules = [rule for rule in protocol.rules if protocol.law(rule) == law]
-                write_expected(file, read_completions(folder), predictor, rules, protocol.grid)
-        self.on_progress("predictions", len(work), len(work), 0)
+        done, of = 0, len(self._own_folders) * len(self.candidates)
+        for kind, folder, _ in self._own_folders:
+            rows = read_completions(folder)
+            temperature = protocol.temperature_of(kind)
+            for candidate in self.candidates:
+                self.on_progress("predictions", done, of, 0)
+                settings = PredictionSettings(
+                    drafter=candidate.fingerprint, texts=TextDataset.of(rows).identity, temperature=temperature,
+                    max_new_tokens=protocol.max_new_tokens, seed=protocol.seed,
+                    draft_temperatures={
+                        rule: list(protocol.predicted_temperatures(rule))
+                        for rule in protocol.rules
+                        if protocol.texts_of(rule) == kind
+                    },
+                )  # fmt: skip
+                file = self._prediction_file(candidate, folder)
+                if not PredictionFile.is_made(file, settings):
+                    predictor = Predictor(
+                        self.target, candidate.drafter, temperature, protocol.max_new_tokens, protocol.seed
+                    )
+                    write_model(PredictionFile.make(settings, rows, predictor), file, indent=None)
+                done += 1
+        self.on_progress("predictions", of, of, 0)
 
     # Decoding
 
-    def _ways(self, best: dict[str, dict[str, float]]) -> list[DecodingSetup]:
-        """Autoregressive ones first; then each drafter at the paper's draft temperature and at its best."""
+    def _setups(self, best: dict[str, dict[str, float]]) -> list[DecodingSetup]:
+        """Return all ways to decode, the autoregressive ones first."""
         protocol = self.protocol
-        ways = list(dict.fromkeys(protocol.baseline(rule) for rule in protocol.rules))
-        for candidate in self.candidates:
-            for rule in protocol.rules:
-                paper = protocol.paper(candidate.name, rule)
-                ways.append(paper)
-                if rule != "greedy" and best[candidate.name][rule] != paper.draft_temperature:
-                    ways.append(replace(paper, draft_temperature=best[candidate.name][rule], choice="best"))
-        return ways
+        baselines = list(dict.fromkeys(protocol.baseline(rule) for rule in protocol.rules))
+        return baselines + [s for each in self.candidates for s in protocol.setups(each.name, best[each.name])]
 
-    def _decode(self, ways: list[DecodingSetup]) -> None:
-        """Each prompt in every way, one after the other, so that what slows the machine slows all of them."""
-        done = {(line["prompt"], line["way"]) for line in self._lines()}
-        mine = self.prompts[self.processes.rank :: self.processes.world_size]
-        file = self.out / "records" / f"{self.processes.rank}.jsonl"
-        file.parent.mkdir(exist_ok=True)
+    def _decode(self, setups: list[DecodingSetup]) -> None:
+        """Decode each prompt in every way, one after the other, so that what slows the machine slows all of them."""
+        done = {(line.prompt, line.key) for line in self.records.read()}
+        mine = self.prompts[self.distributed.rank :: self.distributed.world_size]
         count, warm = 0, ""
-        with file.open("ab") as stream:
-            for number, (task, prompt) in enumerate(mine):
-                turn = number % len(ways)
-                for way in ways[turn:] + ways[:turn]:
-                    tokens = 0
-                    if (prompt.id, way.key) not in done:
-                        if task.name != warm:
-                            warm = task.name
-                            for each in ways:
-                                self._converse(prompt, each, WARM_UP_TOKENS)
-                        records = self._converse(prompt, way, self.protocol.max_new_tokens)
-                        line = {"prompt": prompt.id, "way": way.key, "turns": [each.to_dict() for each in records]}
-                        stream.write(json.dumps(line).encode() + b"\n")
-                        stream.flush()
-                        tokens = sum(len(each.tokens) for each in records)
-                    count += 1
-                    self.on_progress("decoding", count, len(mine) * len(ways), tokens)
+        for number, (task, prompt) in enumerate(mine):
+            turn = number % len(setups)
+            for setup in setups[turn:] + setups[:turn]:
+                tokens = 0
+                if (prompt.id, setup.key) not in done:
+                    if task.name != warm:
+                        warm = task.name
+                        for each in setups:
+                            self._converse(prompt, each, WARM_UP_TOKENS)
+                    turns = self._converse(prompt, setup, self.protocol.max_new_tokens)
+                    record = DecodedPrompt(
+                        prompt=prompt.id, drafter=setup.drafter, rule=setup.rule,
+                        draft_temperature=setup.draft_temperature, turns=turns,
+                    )  # fmt: skip
+                    self.records.append(record)
+                    tokens = sum(len(each.tokens) for each in turns)
+                count += 1
+                self.on_progress("decoding", count, len(mine) * len(setups), tokens)
 
-    def _converse(self, prompt: Prompt, way: DecodingSetup, max_new_tokens: int) -> list[Record]:
-        drafter = next((each.drafter for each in self.candidates if each.name == way.drafter), None)
+    def _converse(self, prompt: Prompt, setup: DecodingSetup, max_new_tokens: int) -> list[GenerationRecord]:
+        drafter = next((each.drafter for each in self.candidates if each.name == setup.drafter), None)
         answers = converse(
-            self.target, drafter, prompt, way, temperature=self.protocol.temperature, max_new_tokens=max_new_tokens,
+            self.target, drafter, prompt, setup, temperature=self.protocol.temperature, max_new_tokens=max_new_tokens,
             max_length=self.max_length, seed=self.protocol.seed,
         )  # fmt: skip
-        return [Record.of(answer) for answer in answers]
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        """The records of all processes; a line that was cut short is dropped from its file by its owner."""
-        for file in sorted((self.out / "records").glob("*.jsonl")):
-            yield from map(json.loads, complete_lines(file, truncate=file.stem == str(self.processes.rank)))
+        return [GenerationRecord.of(answer) for answer in answers]
 
     # Diagnostics
 
     def _dynamics(self) -> list[Dynamics]:
-        """Of every run that kept its epochs and whose data is there; what stands against one is said, and no more."""
+        """Measure every run that kept its epochs and whose data is there; what stands in the way of one is said."""
         found = []
         for candidate in self.candidates:
             run = candidate.run
@@ -285,7 +312,7 @@ class Evaluation:
         return found
 
     def _traces(self) -> Traces:
-        """A few prompts of each task, every drafter, under the rules that sample."""
+        """Trace a few prompts of each task with every drafter, under the rules that sample."""
         protocol, prompts = self.protocol, []
         for task in self.tasks:
             for prompt in task.prompts[: protocol.num_traces]:
@@ -304,7 +331,7 @@ class Evaluation:
 
 
 def _with_unique_ids(task: Task) -> Task:
-    """Ids are unique within a task only; the task's name makes them so everywhere."""
+    """Put the task's name before the ids, which are unique within a task only."""
     return replace(task, prompts=[replace(prompt, id=f"{task.name}/{prompt.id}") for prompt in task.prompts])
 
 
@@ -312,11 +339,10 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _provenance(target: Target, processes: Distributed, started: str) -> dict[str, Any]:
-    return {
-        "blockdraft": blockdraft.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-        "python": platform.python_version(), "machine": platform.machine(), "num_cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(), "num_processes": processes.world_size,
+def _provenance(target: Target, distributed: Distributed, started: str) -> dict[str, Any]:
+    return Provenance.here().model_dump() | {
+        "machine": platform.machine(), "num_cpus": os.cpu_count(), "threads": torch.get_num_threads(),
+        "num_processes": distributed.world_size,
         "gpu": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
         "started": started, "finished": _now(),
     }  # fmt: skip

@@ -1,22 +1,45 @@
 """From generations to numbers: pooled per task, averaged over tasks, with intervals from a bootstrap over prompts."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError, model_validator
 
 from blockdraft.decoding import Generation
-from blockdraft.evaluation.results import Interval
+from blockdraft.evaluation.candidates import Candidate
+from blockdraft.evaluation.prediction import Predictions, best_of
+from blockdraft.evaluation.protocol import DecodingSetup, Protocol
+from blockdraft.evaluation.results import (
+    AcceptanceRates,
+    Average,
+    Cell,
+    Choice,
+    DrafterAbout,
+    EvaluationError,
+    Interval,
+    PairedRatio,
+    Profile,
+    ProfileEntry,
+    Quantity,
+    Results,
+    Strict,
+    TemperaturePoint,
+    explain_validation,
+)
+from blockdraft.evaluation.tasks import Task
+from blockdraft.files import complete_lines
+from blockdraft.verification import Rule
 
 PHASES = ("prefill", "draft", "verify", "rest")
+COMPARED: tuple[Quantity, ...] = ("predicted_length", "acceptance_length", "speedup")
 Numbers = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Record:
-    """What is kept of one generation.
+class GenerationRecord(Strict):
+    """Keeps what counts of one generation.
 
     tokens: the new ones, cropped to the budget.
     accepted: drafted tokens kept, by round; added: tokens that the round added, correction or bonus included,
@@ -29,18 +52,69 @@ class Record:
     added: list[int]
     seconds: dict[str, float]
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "GenerationRecord":
+        if len(self.accepted) != len(self.added) or set(self.seconds) != set(PHASES):
+            raise ValueError(f"every round needs accepted and added, and seconds the phases {', '.join(PHASES)}")
+        return self
+
     @classmethod
-    def of(cls, generation: Generation) -> "Record":
+    def of(cls, generation: Generation) -> "GenerationRecord":
+        """Take what counts from a generation."""
         rounds = generation.rounds
         seconds = {"prefill": generation.prefill_seconds}
         seconds |= {phase: sum(each.seconds[phase] for each in rounds) for phase in PHASES[1:]}
         return cls(
-            generation.tokens, [each.accepted for each in rounds], [len(each.tokens) for each in rounds], seconds
-        )
+            tokens=generation.tokens, accepted=[each.accepted for each in rounds],
+            added=[len(each.tokens) for each in rounds], seconds=seconds,
+        )  # fmt: skip
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+
+class DecodedPrompt(Strict):
+    """Holds all turns of a prompt, decoded in one way: a line of ``records/*.jsonl``.
+
+    drafter: None is autoregressive.
+    """
+
+    prompt: str
+    drafter: str | None
+    rule: Rule
+    draft_temperature: float
+    turns: list[GenerationRecord]
+
+    @property
+    def key(self) -> tuple[str | None, Rule, float]:
+        """The way of decoding, as `DecodingSetup.key` gives it."""
+        return self.drafter, self.rule, self.draft_temperature
+
+
+class RecordFiles:
+    """``records/``: one file for each process, which appends a line for every prompt and way of decoding."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.own = folder, folder / f"{rank}.jsonl"
+
+    def append(self, record: DecodedPrompt) -> None:
+        """Write one line."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.own.open("ab") as stream:
+            stream.write(record.model_dump_json().encode() + b"\n")
+
+    def read(self) -> Iterator[DecodedPrompt]:
+        """Yield the lines of all processes; one that a kill cut short is dropped from its file by its owner."""
+        for file in sorted(self.folder.glob("*.jsonl")):
+            for number, line in enumerate(complete_lines(file, truncate=file == self.own), 1):
+                try:
+                    yield DecodedPrompt.model_validate_json(line)
+                except ValidationError as error:
+                    raise EvaluationError(
+                        f"{file}, line {number}, is damaged: {explain_validation(error)}; delete the line and run the "
+                        "same command again"
+                    ) from error
+
+
+Records = Mapping[tuple[str, tuple[str | None, Rule, float]], list[GenerationRecord]]
+"""The turns of a prompt, by its id and the key of a `DecodingSetup`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +132,8 @@ class Sums:
     retained: NDArray[np.int64]
 
     @classmethod
-    def of(cls, records: Sequence[Record], num_proposals: int) -> "Sums":
+    def of(cls, records: Sequence[GenerationRecord], num_proposals: int) -> "Sums":
+        """Add up the generations of one prompt."""
         accepted = np.array([k for record in records for k in record.accepted], dtype=np.int64)
         reach = np.arange(1, num_proposals + 1)
         return cls(
@@ -72,12 +147,12 @@ class Sums:
 
     @property
     def total_seconds(self) -> float:
-        """Of all phases, prefill included."""
+        """The time of all phases, prefill included."""
         return sum(self.seconds.values())
 
 
 class Bootstrap:
-    """The same resampled prompts for every quantity of a task, so that ratios of them stay paired."""
+    """Resamples the prompts of a task in the same way for every quantity, so that ratios of them stay paired."""
 
     def __init__(self, num_prompts: int, num_samples: int, seed: int, stream: int) -> None:
         rng = np.random.default_rng([seed, stream])
@@ -87,28 +162,184 @@ class Bootstrap:
             self.weights[sample] = np.bincount(indices, minlength=num_prompts)
 
     def ratio(self, numerator: Sequence[float], denominator: Sequence[float]) -> Numbers:
-        """Pooled ratio of the whole (first) and of every resample."""
+        """Return the pooled ratio of the whole (first) and of every resample."""
         above, below = (self.weights @ np.asarray(each, dtype=np.float64) for each in (numerator, denominator))
-        return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+        return divide(above, below)
+
+
+def divide(above: Numbers, below: Numbers) -> Numbers:
+    """Return the quotients, 0 where the divisor is not positive."""
+    quotient: Numbers = np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+    return quotient
 
 
 def estimate(samples: Numbers) -> Interval:
-    """The first of the samples, with the interval of the others."""
+    """Return the first of the samples, with the interval of the others."""
     low, high = np.quantile(samples[1:], [0.025, 0.975]) if len(samples) > 1 else (samples[0], samples[0])
     return Interval(value=float(samples[0]), low=float(low), high=float(high))
 
 
 def mean_over_tasks(samples: Sequence[Numbers]) -> Interval:
-    """Tasks have equal weight; their resamples are independent."""
+    """Return the mean with an interval; tasks have equal weight, and their resamples are independent."""
     return estimate(np.mean(samples, 0))
 
 
+def paired_ratio(ours: Sequence[Numbers], theirs: Sequence[Numbers]) -> Interval:
+    """Return the ratio of two means over the same tasks, whose resampled prompts are the same for both."""
+    return estimate(divide(np.mean(ours, 0), np.mean(theirs, 0)))
+
+
 def conditional(retention: Sequence[float]) -> list[float | None]:
-    """Pr(accepted >= i | accepted >= i - 1); None where the condition was never met."""
+    """Return Pr(accepted >= i | accepted >= i - 1); None where the condition was never met."""
     before = [1.0, *retention[:-1]]
     return [kept / base if base > 0 else None for kept, base in zip(retention, before, strict=True)]
 
 
 def column(sums: Sequence[Sums], value: Callable[[Sums], float]) -> list[float]:
-    """One number of every prompt."""
+    """Return one number of every prompt."""
     return [value(each) for each in sums]
+
+
+class Assembly:
+    """Puts records and predictions together: cells, averages over the tasks, comparisons of drafters."""
+
+    def __init__(self, tasks: Sequence[Task], candidates: Sequence[Candidate], protocol: Protocol) -> None:
+        self.tasks, self.candidates, self.protocol = tasks, candidates, protocol
+        self.num_proposals = {each.name: each.drafter.config.num_proposals for each in candidates}
+        self.cells: list[Cell] = []
+        self.averages: list[Average] = []
+        self.comparisons: list[PairedRatio] = []
+
+    def assemble(
+        self, setups: Sequence[DecodingSetup], records: Records, predictions: Mapping[str, Predictions]
+    ) -> "Assembly":
+        """Compute everything, and return itself."""
+        cells: dict[DecodingSetup, list[Cell]] = {setup: [] for setup in setups if setup.drafter is not None}
+        samples: dict[DecodingSetup, list[dict[str, Numbers]]] = {setup: [] for setup in cells}
+        for number, task in enumerate(self.tasks):
+            resampled = Bootstrap(len(task.prompts), self.protocol.num_bootstrap, self.protocol.seed, number)
+            for setup in cells:
+                assert setup.drafter is not None
+                drawn, cell = self._cell(task, setup, records, resampled, predictions[setup.drafter])
+                cells[setup].append(cell)
+                samples[setup].append(drawn)
+                self.cells.append(cell)
+        self.averages = [_average(cells[setup], samples[setup]) for setup in cells]
+        self.comparisons = list(self._compare(samples))
+        return self
+
+    def _cell(
+        self, task: Task, setup: DecodingSetup, records: Records, resampled: Bootstrap, predictions: Predictions
+    ) -> tuple[dict[str, Numbers], Cell]:
+        assert setup.drafter is not None
+        ids = [prompt.id for prompt in task.prompts]
+        baseline = self.protocol.baseline(setup.rule)
+        sums = [Sums.of(records[each, setup.key], self.num_proposals[setup.drafter]) for each in ids]
+        base = [Sums.of(records[each, baseline.key], 0) for each in ids]
+        rounds = column(sums, lambda s: s.rounds)
+        rate = resampled.ratio(column(sums, lambda s: s.tokens), column(sums, lambda s: s.total_seconds))
+        base_rate = resampled.ratio(column(base, lambda s: s.tokens), column(base, lambda s: s.total_seconds))
+        drawn = {
+            "acceptance_length": resampled.ratio(column(sums, lambda s: s.added), rounds),
+            "draft_length": resampled.ratio(column(sums, lambda s: s.accepted), rounds),
+            "predicted_length": resampled.ratio(*predictions.of(task, setup.rule, setup.draft_temperature)),
+            "speedup": divide(rate, base_rate),
+        }
+        num_rounds = sum(each.rounds for each in sums)
+        retention = (np.sum([each.retained for each in sums], 0) / max(1, num_rounds)).tolist()
+        seconds, base_seconds = (
+            {phase: sum(each.seconds[phase] for each in group) for phase in group[0].seconds} for group in (sums, base)
+        )
+        return drawn, Cell(
+            drafter=setup.drafter, rule=setup.rule, choice=setup.choice, draft_temperature=setup.draft_temperature,
+            task=task.name, num_generations=sum(len(records[each, setup.key]) for each in ids), num_rounds=num_rounds,
+            num_tokens=sum(each.tokens for each in sums), retention=retention, conditional=conditional(retention),
+            whole_block_rate=retention[-1], tokens_per_second=float(rate[0]),
+            baseline_tokens_per_second=float(base_rate[0]), seconds=seconds, baseline_seconds=base_seconds,
+            **{name: estimate(each) for name, each in drawn.items()},
+        )  # fmt: skip
+
+    def _compare(self, samples: Mapping[DecodingSetup, list[dict[str, Numbers]]]) -> Iterator[PairedRatio]:
+        """Compare every drafter with the baseline of its kind; where no best is listed, the paper's is the best."""
+        drawn = {(setup.drafter, setup.rule, setup.choice): each for setup, each in samples.items()}
+        choices: tuple[Choice, ...] = ("paper", "best", "one-hot")
+        for candidate in self.candidates:
+            baseline = baseline_of(candidate, self.candidates)
+            if baseline is candidate:
+                continue
+            pair = (candidate.name, baseline.name)
+            for rule in self.protocol.rules:
+                for choice in choices:
+                    found = [drawn.get((name, rule, choice)) for name in pair]
+                    if not any(found):
+                        continue  # not measured, or the paper's setup is the best for both
+                    ours, theirs = (each or drawn[name, rule, "paper"] for each, name in zip(found, pair, strict=True))
+                    for quantity in COMPARED:
+                        ratio = paired_ratio([each[quantity] for each in ours], [each[quantity] for each in theirs])
+                        yield PairedRatio(
+                            drafter=candidate.name, baseline=baseline.name, rule=rule, choice=choice,
+                            quantity=quantity, ratio=ratio,
+                        )  # fmt: skip
+
+
+def baseline_of(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate:
+    """Return what a drafter is compared with: the first of its kind that was trained with CE, else the first."""
+    alike = [each for each in candidates if each.drafter.config.kind == candidate.drafter.config.kind]
+    return next((each for each in alike if each.objective == "ce"), alike[0])
+
+
+def _average(cells: Sequence[Cell], drawn: Sequence[dict[str, Numbers]]) -> Average:
+    first = cells[0]
+    return Average(
+        drafter=first.drafter, rule=first.rule, choice=first.choice, draft_temperature=first.draft_temperature,
+        whole_block_rate=float(np.mean([cell.whole_block_rate for cell in cells])),
+        **{name: mean_over_tasks([each[name] for each in drawn]) for name in drawn[0]},
+    )  # fmt: skip
+
+
+def about(candidate: Candidate, points: Sequence[TemperaturePoint], protocol: Protocol) -> DrafterAbout:
+    """Describe a drafter for the results."""
+    config = candidate.drafter.config
+    return DrafterAbout(
+        name=candidate.name, label=candidate.label, path=str(candidate.path), kind=config.kind,
+        objective=candidate.objective, num_proposals=config.num_proposals, num_layers=config.num_layers,
+        num_parameters=sum(parameter.numel() for parameter in candidate.drafter.parameters()), step=candidate.step,
+        best_draft_temperature={rule: best_of(points, rule) for rule in protocol.sampled_rules},
+        temperatures=list(points), checkpoint=candidate.checkpoint, fingerprint=candidate.fingerprint,
+        recipe=None if candidate.run is None else candidate.run.recipe.model_dump(mode="json"),
+    )  # fmt: skip
+
+
+def profile(results: Results) -> Profile:
+    """Make the acceptance profile of an evaluation, from the cells of its results."""
+    abouts = {each.name: each for each in results.drafters}
+    entries = []
+    for average in results.averages:
+        key = (average.drafter, average.rule, average.choice)
+        cells = [cell for cell in results.cells if (cell.drafter, cell.rule, cell.choice) == key]
+        rounds = [cell.num_rounds for cell in cells]
+        drafter = abouts[average.drafter]
+        entries.append(
+            ProfileEntry(
+                drafter=drafter.name, label=drafter.label, kind=drafter.kind, rule=average.rule, choice=average.choice,
+                draft_temperature=average.draft_temperature, num_proposals=drafter.num_proposals,
+                num_tasks=len(cells), num_rounds=sum(rounds), micro=_rates(cells, rounds),
+                macro=_rates(cells, [1] * len(cells)),
+            )
+        )  # fmt: skip
+    return Profile(
+        target=results.target, target_fingerprint=results.target_fingerprint,
+        temperature=results.settings["temperature"], entries=entries,
+    )  # fmt: skip
+
+
+def _rates(cells: Sequence[Cell], weights: Sequence[int]) -> AcceptanceRates:
+    """Average the rates of cells with these weights."""
+    if not sum(weights):
+        weights = [1] * len(cells)
+    marginal = np.average([cell.retention for cell in cells], 0, weights).tolist()
+    length = np.average([cell.acceptance_length.value for cell in cells], weights=weights)
+    return AcceptanceRates(
+        marginal=marginal, conditional=conditional(marginal), draft_length=float(sum(marginal)),
+        acceptance_length=float(length),
+    )  # fmt: skip

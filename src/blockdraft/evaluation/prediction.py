@@ -5,14 +5,20 @@ starts at one of its tokens keeps at least i of the next ones with probability
 
     block   min(1, r_1, .., r_i),         r_i = prod_{j<=i} q_j(x_j) / p_j(x_j)
     token   prod_{j<=i} min(1, q_j(x_j) / p_j(x_j))
-    greedy  1[x_j = argmax q_j for all j <= i]          (x the target's greedy text)
 
-(the first is the paper's score along target paths), and what follows is again the target's. So where the rounds
-start is a Markov chain along the text, and the expected number of rounds it took to write it is a sum over its states.
+(the first is the paper's score along target-generated texts), and what follows is again the target's. So where the
+rounds start is a Markov chain along the text, and the expected number of rounds it took to write it is a sum over its
+states.
+
+Where the drafter proposes its argmax, q is one-hot: the ratio is 1 / p_j(x_j) >= 1 while x_j is the argmax, and 0 at
+the first difference, so both probabilities are 1[x_j = argmax q_j for all j <= i]. The same holds for greedy
+verification, where x is the target's greedy text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +28,9 @@ from torch import Tensor
 from blockdraft.data import Batch, Completion, OnlineFeatures, TextAnchors, TextDataset, collate
 from blockdraft.decoding import generate
 from blockdraft.drafters import Drafter
+from blockdraft.evaluation.protocol import ONE_HOT, Protocol
+from blockdraft.evaluation.results import EvaluationError, Strict, TemperaturePoint, read_model
+from blockdraft.evaluation.tasks import Task
 from blockdraft.targets import Target
 from blockdraft.verification import Rule
 
@@ -44,34 +53,36 @@ class Rounds:
         return Rounds(self.num + other.num, self.tokens + other.tokens)
 
 
-def retention(
-    rule: Rule, log_q: Numbers, log_p: Numbers, agrees: NDArray[np.bool_], valid: NDArray[np.bool_]
-) -> Numbers:
-    """``[A, B]`` probabilities of keeping at least i tokens of the text, from A positions; 0 where it has ended.
+def retention(rule: Rule, log_q: Numbers, log_p: Numbers, valid: Flags) -> Numbers:
+    """Return ``[A, B]`` probabilities of keeping at least i tokens of a sampled text, from A positions.
 
     Args:
-        rule: how blocks are verified.
+        rule: ``"token"`` or ``"block"``.
         log_q, log_p: ``[A, B]`` of the text's tokens under drafter and target.
-        agrees: ``[A, B]`` whether the drafter's argmax is the token.
-        valid: ``[A, B]`` which tokens exist.
+        valid: ``[A, B]`` which tokens exist; the probability is 0 where the text has ended.
     """
-    if rule == "greedy":
-        kept = np.cumprod(agrees.astype(np.float64), 1)
+    ratio = np.where(valid, log_q - log_p, 0.0)
+    if rule == "block":
+        kept = np.exp(np.minimum(np.minimum.accumulate(np.cumsum(ratio, 1), 1), 0.0))
     else:
-        ratio = np.where(valid, log_q - log_p, 0.0)
-        if rule == "block":
-            kept = np.exp(np.minimum(np.minimum.accumulate(np.cumsum(ratio, 1), 1), 0.0))
-        else:
-            kept = np.exp(np.cumsum(np.minimum(ratio, 0.0), 1))
+        kept = np.exp(np.cumsum(np.minimum(ratio, 0.0), 1))
     return np.where(valid, kept, 0.0)
 
 
+def agreement(agrees: Flags, valid: Flags) -> Numbers:
+    """Return the same for argmax drafts, under any rule: 1 as far as the text is what the drafter proposes.
+
+    agrees: ``[A, B]`` whether the drafter's argmax is the text's token.
+    """
+    return np.where(valid, np.cumprod(agrees.astype(np.float64), 1), 0.0)
+
+
 def walk(kept: Numbers, end: int | None) -> Rounds:
-    """Follow the rounds along a text.
+    """Follow the rounds along a text, and return their expected sums.
 
     Args:
-        kept: ``[A, B]`` as `retention` gives it, for a round starting at token a = 0, 1, .. A - 1 of the response;
-            a text is finished once a round adds token A or a later one.
+        kept: ``[A, B]`` as `retention` and `agreement` give it, for a round starting at token a = 0, 1, .. A - 1 of the
+            response; a text is finished once a round adds token A or a later one.
         end: index of the end token, after which there is no correction or bonus; None if there is none in reach.
     """
     num_starts, block_size = kept.shape
@@ -98,33 +109,35 @@ class Predictor:
         self.features = OnlineFeatures(target, drafter.config.target_layers)
 
     @torch.no_grad()
-    def predict(
-        self, row: Completion, rules: Sequence[Rule], draft_temperatures: Sequence[float]
-    ) -> dict[Rule, list[Rounds]]:
-        """Expected rounds by rule, one for each draft temperature (under greedy verification a single one).
+    def predict(self, row: Completion, draft_temperatures: Mapping[Rule, Sequence[float]]) -> dict[Rule, list[Rounds]]:
+        """Return the expected rounds by rule, one for each of its draft temperatures, where 0 stands for argmax drafts.
 
-        The row is a response under the law that the rules verify: greedy for ``"greedy"``, sampled for the others.
+        The row is a text of the kind that the rules write: greedy for ``"greedy"``, sampled for the others.
         """
         response = self._beyond_the_budget(row)
         ended = response[-1] in self.target.eos_ids
         num_starts = min(len(response), self.max_new_tokens) - 1
         if num_starts < 1:
-            return {rule: [Rounds(0.0, 0.0)] * (1 if rule == "greedy" else len(draft_temperatures)) for rule in rules}
-        first = len(row.prompt_ids)
-        paths = TextDataset.of([Completion(row.id, row.prompt_ids, response, row.finish_reason)])
-        chosen = TextAnchors(0, first + np.arange(num_starts))
-        batch = collate([chosen], paths, self.drafter.config.num_proposals).to(self.target.device)
-        scores = self._scores(batch, draft_temperatures if self.temperature > 0 else (0.0,))
+            return {rule: [Rounds(0.0, 0.0)] * len(given) for rule, given in draft_temperatures.items()}
+        texts = TextDataset.of([Completion(row.id, row.prompt_ids, response, row.finish_reason)])
+        chosen = TextAnchors(0, len(row.prompt_ids) + np.arange(num_starts))
+        batch = collate([chosen], texts, self.drafter.config.num_proposals).to(self.target.device)
+        sampled = sorted({each for given in draft_temperatures.values() for each in given} - {ONE_HOT})
+        scores = self._scores(batch, sampled)
         valid = batch.valid.cpu().numpy()
         end = len(response) - 1 if ended else None
-        found: dict[Rule, list[Rounds]] = {}
-        for rule in rules:
-            laws = scores.log_q[:1] if rule == "greedy" else scores.log_q
-            found[rule] = [walk(retention(rule, log_q, scores.log_p, scores.agrees, valid), end) for log_q in laws]
-        return found
+        by_argmax = walk(agreement(scores.agrees, valid), end)
+
+        def rounds(rule: Rule, draft_temperature: float) -> Rounds:
+            if draft_temperature == ONE_HOT:
+                return by_argmax
+            log_q = scores.log_q[sampled.index(draft_temperature)]
+            return walk(retention(rule, log_q, scores.log_p, valid), end)
+
+        return {rule: [rounds(rule, each) for each in given] for rule, given in draft_temperatures.items()}
 
     def _beyond_the_budget(self, row: Completion) -> list[int]:
-        """The response, and as many tokens more as the last block may reach if the budget cut it."""
+        """Return the response, and as many tokens more as the last block may reach if the budget cut it."""
         if row.response_ids[-1] in self.target.eos_ids:
             return row.response_ids
         more = generate(
@@ -147,10 +160,13 @@ class Predictor:
             piece = slice(at, at + per_pass)
             logits = self.drafter.logits(hidden[piece], batch.previous[piece], self.target)
             labels = batch.labels[piece]
-            log_p = _log_law(self.target.logits(target_hidden[piece]), labels, self.temperature)
-            log_q = [_log_law(logits, labels, temperature) for temperature in draft_temperatures]
-            agrees = (logits.argmax(-1) == labels).cpu().numpy()
-            parts.append(_Scores(np.stack(log_q), log_p, agrees))
+            log_q = np.zeros((len(draft_temperatures), *labels.shape))
+            for number, temperature in enumerate(draft_temperatures):
+                log_q[number] = _log_probs(logits, labels, temperature)
+            log_p = np.zeros(labels.shape)
+            if draft_temperatures:
+                log_p = _log_probs(self.target.logits(target_hidden[piece]), labels, self.temperature)
+            parts.append(_Scores(log_q, log_p, (logits.argmax(-1) == labels).cpu().numpy()))
         return _Scores(
             np.concatenate([part.log_q for part in parts], 1),
             np.concatenate([part.log_p for part in parts]),
@@ -167,11 +183,98 @@ class _Scores:
     agrees: Flags
 
 
-def _log_law(logits: Tensor, labels: Tensor, temperature: float) -> Numbers:
-    """Log-probabilities ``[A, B]`` of labels; at temperature 0 they say nothing and are 0."""
-    if temperature == 0:
-        return np.zeros(labels.shape)
+def _log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Numbers:
+    """Return the log-probabilities ``[A, B]`` of labels."""
     scaled = logits.float() / temperature
     chosen = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     result: Numbers = (chosen - scaled.logsumexp(-1)).double().cpu().numpy()
     return result
+
+
+class PredictionSettings(Strict):
+    """Says what a file of predictions rests on; one that rests on anything else is made anew.
+
+    drafter: fingerprint of its weights and configuration. texts: identity of the target's texts.
+    draft_temperatures: by rule.
+    """
+
+    drafter: str
+    texts: str
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    draft_temperatures: dict[Rule, list[float]]
+
+
+class PredictedText(Strict):
+    """Holds the expected rounds of one text: by rule, for each draft temperature, their number and their tokens."""
+
+    prompt: str
+    rounds: dict[Rule, list[tuple[float, float]]]
+
+
+class PredictionFile(Strict):
+    """Holds the predictions of one drafter on one folder of the target's texts: ``predictions/*.json``."""
+
+    format: Literal["blockdraft.predictions/1"] = "blockdraft.predictions/1"
+    settings: PredictionSettings
+    texts: list[PredictedText]
+
+    @classmethod
+    def make(cls, settings: PredictionSettings, rows: Sequence[Completion], predictor: Predictor) -> "PredictionFile":
+        """Predict every text."""
+        texts = []
+        for row in rows:
+            found = predictor.predict(row, settings.draft_temperatures)
+            rounds = {rule: [(each.num, each.tokens) for each in values] for rule, values in found.items()}
+            texts.append(PredictedText(prompt=row.id.rpartition("#")[0], rounds=rounds))
+        return cls(settings=settings, texts=texts)
+
+    @classmethod
+    def is_made(cls, file: Path, settings: PredictionSettings) -> bool:
+        """Return whether a file holds the predictions that these settings ask for."""
+        return file.exists() and read_model(file, cls).settings == settings
+
+
+class Predictions:
+    """Expected rounds of every prompt, all its turns together, by rule and draft temperature."""
+
+    def __init__(self, files: Sequence[Path], protocol: Protocol) -> None:
+        self.protocol = protocol
+        self._sums: dict[tuple[str, Rule, float], Rounds] = {}
+        for file in files:
+            made = read_model(file, PredictionFile)
+            for text in made.texts:
+                for rule, values in text.rounds.items():
+                    given = made.settings.draft_temperatures.get(rule, [])
+                    if len(given) != len(values):
+                        raise EvaluationError(f"{file} is damaged: {text.prompt} lacks numbers; delete the file")
+                    for draft_temperature, (num, tokens) in zip(given, values, strict=True):
+                        key = (text.prompt, rule, draft_temperature)
+                        self._sums[key] = self._sums.get(key, Rounds(0.0, 0.0)) + Rounds(num, tokens)
+
+    def of(self, task: Task, rule: Rule, draft_temperature: float) -> tuple[list[float], list[float]]:
+        """Return the expected tokens and rounds of every prompt of a task."""
+        try:
+            found = [self._sums[prompt.id, rule, draft_temperature] for prompt in task.prompts]
+        except KeyError as error:
+            raise EvaluationError(
+                f"the predictions lack {error.args[0][0]}; delete the folder predictions and run the same command again"
+            ) from error
+        return [each.tokens for each in found], [each.num for each in found]
+
+    def temperatures(self, tasks: Sequence[Task]) -> list[TemperaturePoint]:
+        """Return the predicted acceptance lengths over the grid, as means over the tasks."""
+        points = []
+        for temperature in self.protocol.grid if self.protocol.sampled_rules else ():
+            lengths = {}
+            for rule in self.protocol.sampled_rules:
+                pooled = [self.of(task, rule, temperature) for task in tasks]
+                lengths[str(rule)] = float(np.mean([sum(t) / sum(r) if sum(r) else 0.0 for t, r in pooled]))
+            points.append(TemperaturePoint(draft_temperature=temperature, acceptance_length=lengths))
+        return points
+
+
+def best_of(points: Sequence[TemperaturePoint], rule: str) -> float:
+    """Return the draft temperature of the longest predicted length; of equal ones the highest."""
+    return max(points, key=lambda p: (p.acceptance_length[rule], p.draft_temperature)).draft_temperature

@@ -1,24 +1,52 @@
-"""How to measure."""
+"""How to measure, in which ways to decode, and what an evaluation's folder is for."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from blockdraft.evaluation.conversation import DecodingSetup
-from blockdraft.evaluation.results import EvaluationError
+from blockdraft.data import Prompt
+from blockdraft.evaluation.results import Choice, EvaluationError, Strict
 from blockdraft.verification import RULES, Rule
 
+AUTOREGRESSIVE = "autoregressive"
+"""What decoding without a drafter is called."""
+
 GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-Law = Literal["sampled", "greedy"]
+ONE_HOT = 0.0
+"""The draft temperature at which a drafter proposes its argmax, and q is one-hot."""
+
+TextKind = Literal["greedy", "sampled"]
+"""The two kinds of texts that a target writes: at temperature 0, and at the temperature of sampling."""
+
+
+@dataclass(frozen=True)
+class DecodingSetup:
+    """A way to decode: a drafter (None is autoregressive), a rule, a draft temperature.
+
+    choice: how the draft temperature was chosen, see `Choice`.
+    """
+
+    drafter: str | None
+    rule: Rule
+    draft_temperature: float
+    choice: Choice = "paper"
+
+    @property
+    def key(self) -> tuple[str | None, Rule, float]:
+        """What decides the tokens; how the temperature was chosen does not."""
+        return self.drafter, self.rule, self.draft_temperature
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How to measure; the defaults are the paper's.
+    """How to measure; the defaults are the paper's, and one-hot drafts beside them.
 
     temperature: of the target, for token and block verification.
     draft_temperatures: the grid that the best one is sought on; empty for none.
+    one_hot: whether the sampled rules are also measured with argmax drafts, as engines draft by default.
     num_traces: prompts per task for the block explorer.
-    dynamics_texts, dynamics_blocks: training texts and blocks of each for the figure of training dynamics; 0 for none.
+    dynamics_texts, dynamics_blocks: training texts, and full blocks of each, for the figure of training dynamics;
+        no texts for no figure.
     """
 
     rules: tuple[Rule, ...] = ("greedy", "token", "block")
@@ -26,6 +54,7 @@ class Protocol:
     max_new_tokens: int = 256
     seed: int = 0
     draft_temperatures: tuple[float, ...] = GRID
+    one_hot: bool = True
     num_bootstrap: int = 1000
     num_traces: int = 2
     dynamics_texts: int = 512
@@ -34,14 +63,22 @@ class Protocol:
     def __post_init__(self) -> None:
         if not self.rules:
             raise EvaluationError("name at least one verification rule")
-        if self.temperature <= 0:
-            raise EvaluationError("the temperature of sampling must be above 0; greedy decoding is the rule greedy")
-        if any(each <= 0 for each in self.draft_temperatures):
-            raise EvaluationError("draft temperatures must be above 0")
+        if not 0 < self.temperature < math.inf:
+            raise EvaluationError(
+                f"the temperature of sampling must be above 0 and finite, got {self.temperature:g}; greedy decoding is "
+                "the rule greedy"
+            )
+        for each in self.draft_temperatures:
+            if not 0 < each < math.inf:
+                raise EvaluationError(
+                    f"draft temperatures must be above 0 and finite, got {each:g}; argmax drafts are measured anyway"
+                )
+        if self.dynamics_texts and self.dynamics_blocks < 1:
+            raise EvaluationError("training dynamics need at least one block of each text")
 
     @property
     def sampled_rules(self) -> tuple[Rule, ...]:
-        """Those that verify samples."""
+        """The rules that verify samples."""
         return tuple(rule for rule in self.rules if rule != "greedy")
 
     @property
@@ -49,32 +86,82 @@ class Protocol:
         """The grid with the target's own temperature in it, which is the paper's draft temperature."""
         return tuple(sorted({*self.draft_temperatures, self.temperature}))
 
-    def law(self, rule: Rule) -> Law:
-        """Which texts of the target a rule writes."""
+    # Texts of the target
+
+    def texts_of(self, rule: Rule) -> TextKind:
+        """Return which texts of the target a rule writes."""
         return "greedy" if rule == "greedy" else "sampled"
 
-    def temperature_of(self, law: Law) -> float:
-        """Of the target."""
-        return 0.0 if law == "greedy" else self.temperature
+    def temperature_of(self, kind: TextKind) -> float:
+        """Return the target's temperature for one kind of texts."""
+        return 0.0 if kind == "greedy" else self.temperature
 
     @property
-    def laws(self) -> list[Law]:
-        """All that the rules need."""
-        return sorted({self.law(rule) for rule in self.rules})
+    def text_kinds(self) -> list[TextKind]:
+        """All kinds of texts that the rules need."""
+        return sorted({self.texts_of(rule) for rule in self.rules})
+
+    def predicted_temperatures(self, rule: Rule) -> tuple[float, ...]:
+        """Return the draft temperatures that lengths are predicted for: argmax drafts, and the grid if it applies."""
+        if rule == "greedy":
+            return (ONE_HOT,)
+        return (ONE_HOT, *self.grid) if self.one_hot else self.grid
+
+    # Ways to decode
 
     def baseline(self, rule: Rule) -> DecodingSetup:
-        """Autoregressive decoding of the texts that a rule writes."""
-        return (
-            DecodingSetup(None, "greedy", 0.0) if rule == "greedy" else DecodingSetup(None, "block", self.temperature)
-        )
+        """Return autoregressive decoding of the texts that a rule writes."""
+        if rule == "greedy":
+            return DecodingSetup(None, "greedy", 0.0)
+        return DecodingSetup(None, "block", self.temperature)
 
     def paper(self, drafter: str, rule: Rule) -> DecodingSetup:
-        """A drafter at the target's own temperature."""
+        """Return the paper's setup: draft at the target's own temperature."""
         return DecodingSetup(drafter, rule, 0.0 if rule == "greedy" else self.temperature)
+
+    def setups(self, drafter: str, best: dict[str, float]) -> list[DecodingSetup]:
+        """Return all setups of a drafter: rule by rule the paper's, the best if it is another one, one-hot drafts.
+
+        best: by sampled rule, the draft temperature with the largest predicted length.
+        """
+        found = []
+        for rule in self.rules:
+            paper = self.paper(drafter, rule)
+            found.append(paper)
+            if rule == "greedy":
+                continue
+            if best[rule] != paper.draft_temperature:
+                found.append(replace(paper, draft_temperature=best[rule], choice="best"))
+            if self.one_hot:
+                found.append(replace(paper, draft_temperature=ONE_HOT, choice="one-hot"))
+        return found
+
+
+class Plan(Strict):
+    """States everything that decides what an evaluation measures: ``plan.json``. A folder holds one plan.
+
+    target, drafters: fingerprints of the weights, the drafters' by name.
+    draft_temperatures: the grid, the target's own temperature in it.
+    """
+
+    format: Literal["blockdraft.plan/1"] = "blockdraft.plan/1"
+    target: str
+    drafters: dict[str, str]
+    tasks: dict[str, list[Prompt]]
+    rules: list[Rule]
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    draft_temperatures: list[float]
+    one_hot: bool
+
+    def differences(self, other: "Plan") -> list[str]:
+        """Return the names of the fields that differ."""
+        return [name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)]
 
 
 def as_rules(names: list[str]) -> tuple[Rule, ...]:
-    """Checked names of verification rules, in the order of the tables."""
+    """Check names of verification rules, and return them in the order of the tables."""
     for name in names:
         if name not in RULES:
             raise EvaluationError(f"unknown rule {name!r}; known: {', '.join(RULES)}")

@@ -1,9 +1,8 @@
-"""What an evaluation found: the schema of ``results.json``, and reading and writing it.
+"""What an evaluation found: the schemas of ``results.json``, ``profile.json`` and ``traces.json``, and their files.
 
 ``docs/guides/evaluation.md`` explains every field to users; names here and there agree.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,19 +14,26 @@ from blockdraft.verification import Rule
 
 Model = TypeVar("Model", bound=BaseModel)
 
+Choice = Literal["paper", "best", "one-hot"]
+"""How a draft temperature was chosen: the target's own (0 under greedy verification), the one with the largest
+predicted length, or 0 below a sampling target: argmax drafts, whose q is one-hot, as engines draft by default."""
+
+CheckpointName = Literal["best", "last"]
+Quantity = Literal["acceptance_length", "predicted_length", "speedup"]
+
 
 class EvaluationError(BlockdraftError):
-    """Something the user can correct."""
+    """An evaluation cannot be made or read as it was asked for, and the message says why and what to do."""
 
 
 class Strict(BaseModel):
-    """Unknown keys are refused; nothing changes after it was read."""
+    """Refuses unknown keys, and stays as it was read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Interval(Strict):
-    """A number with the 95% interval of a bootstrap over prompts."""
+    """Holds a number with the 95% interval of a bootstrap over prompts."""
 
     value: float
     low: float
@@ -35,11 +41,12 @@ class Interval(Strict):
 
 
 class TaskAbout(Strict):
-    """Which prompts a task had.
+    """Says which prompts a task had.
 
-    group: ``math``, ``code`` or ``chat``: the heading it stands under in a table.
+    name: unique in the evaluation; for one category of a file, ``file/category``.
+    group: ``math``, ``code`` or ``chat``, or a file's name: the heading it stands under in a table.
     num_turns: user messages, each answered by one generation.
-    num_left_out: prompts beside these that the target cannot read and answer.
+    num_left_out: prompts beside these that the target has no room to read and answer.
     """
 
     name: str
@@ -52,20 +59,22 @@ class TaskAbout(Strict):
 
 
 class TemperaturePoint(Strict):
-    """Acceptance length predicted from target paths at one draft temperature, by rule, mean over the tasks."""
+    """Holds the acceptance length predicted at one draft temperature, by rule, as the mean over the tasks."""
 
     draft_temperature: float
     acceptance_length: dict[str, float]
 
 
 class DrafterAbout(Strict):
-    """A drafter of the evaluation.
+    """Describes a drafter of the evaluation.
 
     name: unique in the evaluation; results refer to it.
-    label: for tables: the objective in capitals (``CE``, ``BV``, ``BV w/o annealing``), or the name.
+    label: for tables: the objective, and in what it is not the paper's (``BV w/o annealing``); else the name.
     objective: as in the recipe; None if the folder does not tell.
     best_draft_temperature: by rule, where the predicted length is largest.
     temperatures: the grid it was chosen from.
+    checkpoint: which one of its run this is; None for any other checkpoint, and for a folder outside a run.
+    fingerprint: of its weights and configuration.
     """
 
     name: str
@@ -80,25 +89,26 @@ class DrafterAbout(Strict):
     best_draft_temperature: dict[str, float]
     temperatures: list[TemperaturePoint]
     recipe: dict[str, Any] | None
+    checkpoint: CheckpointName | None = None
+    fingerprint: str | None = None
 
 
 class Cell(Strict):
-    """One drafter under one rule and draft temperature on one task.
+    """Holds what was measured of one drafter under one rule and draft temperature on one task.
 
-    choice: of the draft temperature: ``paper`` is the target's (0 under greedy verification), ``best`` the one found
-        from target paths.
+    choice: how the draft temperature was chosen, see `Choice`.
     acceptance_length: tau, tokens per verification call, correction or bonus included, prefill excluded, pooled.
     draft_length: the same without correction and bonus.
     retention: Pr(accepted >= i), i = 1 .. B. conditional: Pr(accepted >= i | accepted >= i - 1), None where never seen.
     whole_block_rate: share of rounds that kept all B proposals.
-    predicted_length: acceptance_length predicted from target paths, without decoding.
+    predicted_length: acceptance_length predicted from the target's own texts, without decoding.
     speedup: pooled tokens/s over those of autoregressive decoding in the same run, prefill included in both.
     seconds: of all generations, by phase: prefill, draft, verify, rest.
     """
 
     drafter: str
     rule: Rule
-    choice: Literal["paper", "best"]
+    choice: Choice
     draft_temperature: float
     task: str
     num_generations: int
@@ -118,11 +128,11 @@ class Cell(Strict):
 
 
 class Average(Strict):
-    """Means over the tasks with equal weight, of the cells of one drafter, rule and choice."""
+    """Holds means over the tasks with equal weight, of the cells of one drafter, rule and choice."""
 
     drafter: str
     rule: Rule
-    choice: Literal["paper", "best"]
+    choice: Choice
     draft_temperature: float
     acceptance_length: Interval
     draft_length: Interval
@@ -131,8 +141,24 @@ class Average(Strict):
     speedup: Interval
 
 
+class PairedRatio(Strict):
+    """Compares two drafters on the same prompts: a mean over the tasks, divided by the same mean of a baseline.
+
+    quantity: the field of `Average` that is compared.
+    ratio: average of ``drafter`` over average of ``baseline``; 1 is no difference. Its interval comes from resampled
+        prompts that are the same for both, so it is narrower than the two separate intervals suggest.
+    """
+
+    drafter: str
+    baseline: str
+    rule: Rule
+    choice: Choice
+    quantity: Quantity
+    ratio: Interval
+
+
 class DynamicsPoint(Strict):
-    """A checkpoint measured on fixed blocks of training texts (the paper's figure of training dynamics).
+    """Holds a checkpoint measured on fixed blocks of training texts (the paper's figure of training dynamics).
 
     accuracy: argmax agreement with the stored target tokens.
     draft_length: mean accepted draft tokens of one block-verification draw per block.
@@ -145,7 +171,7 @@ class DynamicsPoint(Strict):
 
 
 class Dynamics(Strict):
-    """Training dynamics of one drafter."""
+    """Holds the training dynamics of one drafter: every epoch's checkpoint on the same full blocks."""
 
     drafter: str
     num_texts: int
@@ -154,10 +180,11 @@ class Dynamics(Strict):
 
 
 class Results(Strict):
-    """An evaluation.
+    """Holds one evaluation: ``results.json``.
 
     settings: temperature, max_new_tokens, seed, num_bootstrap and whatever else was asked for.
     provenance: versions, machine, threads, processes, GPU, start and end.
+    comparisons: every drafter with the baseline of its kind: the first one trained with CE, else the first one.
     """
 
     format: Literal["blockdraft.evaluation/1"] = "blockdraft.evaluation/1"
@@ -170,10 +197,63 @@ class Results(Strict):
     cells: list[Cell]
     averages: list[Average]
     dynamics: list[Dynamics]
+    comparisons: list[PairedRatio] = []
+
+
+class AcceptanceRates(Strict):
+    """Holds acceptance by position i = 1 .. B, and the lengths that belong to it.
+
+    marginal: Pr(accepted >= i).
+    conditional: Pr(accepted >= i | accepted >= i - 1) = marginal_i / marginal_{i-1}, None where that was never met.
+    draft_length: the sum of ``marginal``. acceptance_length: the same with correction and bonus tokens.
+    """
+
+    marginal: list[float]
+    conditional: list[float | None]
+    draft_length: float
+    acceptance_length: float
+
+
+class ProfileEntry(Strict):
+    """Holds the rates of one drafter under one rule and choice of draft temperature.
+
+    micro: pooled; every verification call weighs the same.
+    macro: the mean over the tasks, as in `Average` and the paper's tables; ``conditional`` is made from the mean
+        ``marginal``.
+    """
+
+    drafter: str
+    label: str
+    kind: Literal["dflash", "dspark"]
+    rule: Rule
+    choice: Choice
+    draft_temperature: float
+    num_proposals: int
+    num_tasks: int
+    num_rounds: int
+    micro: AcceptanceRates
+    macro: AcceptanceRates
+
+
+class Profile(Strict):
+    """Holds acceptance by position, small enough for model cards and for engines to replay: ``profile.json``.
+
+    averaging: what ``micro`` and ``macro`` mean, for readers of the file alone.
+    """
+
+    format: Literal["blockdraft.profile/1"] = "blockdraft.profile/1"
+    target: str
+    target_fingerprint: str
+    temperature: float
+    averaging: dict[str, str] = {
+        "micro": "pooled over all verification calls of all tasks",
+        "macro": "mean over the tasks, each task pooled over its calls",
+    }
+    entries: list[ProfileEntry]
 
 
 class TracedToken(Strict):
-    """A drafted token as the verifier saw it.
+    """Holds a drafted token as the verifier saw it.
 
     p, q: its probability under target and drafter. alpha: block verification's running state a_i after it.
     threshold, coin: h_i of the rule that decided, and the uniform number thrown against it; a success if below.
@@ -191,7 +271,7 @@ class TracedToken(Strict):
 
 
 class TracedRound(Strict):
-    """One verification call.
+    """Holds one verification call.
 
     anchor: text of the last committed token, from which the block was drafted.
     accepted: how many drafted tokens were kept; token_accepted: how many token verification would have kept on the
@@ -208,7 +288,7 @@ class TracedRound(Strict):
 
 
 class Trace(Strict):
-    """One generation of one drafter, round by round. first_text: the token that the prefill drew."""
+    """Holds one generation of one drafter, round by round. first_text: the token that the prefill drew."""
 
     drafter: str
     rule: Rule
@@ -218,7 +298,7 @@ class Trace(Strict):
 
 
 class TracedPrompt(Strict):
-    """A prompt and what every drafter did with it."""
+    """Holds a prompt and what every drafter did with it."""
 
     task: str
     id: str
@@ -227,37 +307,48 @@ class TracedPrompt(Strict):
 
 
 class Traces(Strict):
-    """``traces.json``: the block explorer's data."""
+    """Holds the data of the block explorer: ``traces.json``."""
 
     format: Literal["blockdraft.traces/1"] = "blockdraft.traces/1"
     prompts: list[TracedPrompt]
 
 
 def read_results(folder: str | Path) -> Results:
-    """The results in an evaluation's folder."""
-    return _read(Path(folder) / "results.json", Results)
+    """Read the results in an evaluation's folder."""
+    return read_model(Path(folder) / "results.json", Results)
+
+
+def read_profile(folder: str | Path) -> Profile:
+    """Read the acceptance profile in an evaluation's folder."""
+    return read_model(Path(folder) / "profile.json", Profile)
 
 
 def read_traces(folder: str | Path) -> Traces | None:
-    """Its traces, if it recorded any."""
+    """Read the traces in an evaluation's folder; None if there are none."""
     file = Path(folder) / "traces.json"
-    return _read(file, Traces) if file.exists() else None
+    return read_model(file, Traces) if file.exists() else None
 
 
-def write_model(model: BaseModel, file: Path) -> None:
-    """As JSON, whole or not at all."""
+def write_model(model: BaseModel, file: Path, *, indent: int | None = 1) -> None:
+    """Write a model as JSON, whole or not at all."""
     with atomic_write(file) as unfinished:
-        unfinished.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        unfinished.write_text(model.model_dump_json(indent=indent) + "\n", encoding="utf-8")
 
 
-def _read(file: Path, kind: type[Model]) -> Model:
+def read_model(file: Path, kind: type[Model]) -> Model:
+    """Read a model from JSON; `EvaluationError` names the file and what is wrong with it."""
     try:
-        return kind.model_validate(json.loads(file.read_text(encoding="utf-8")))
+        return kind.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         raise EvaluationError(f"{file.parent} has no {file.name}; `blockdraft evaluate --out` writes it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise EvaluationError(f"{file}: cannot be read: {error}") from error
+    except OSError as error:
+        raise EvaluationError(f"{file} cannot be read: {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise EvaluationError(f"{file}: {where}: {first['msg']}") from error
+        reason = explain_validation(error)
+        raise EvaluationError(f"{file} cannot be read: {reason}; it is damaged, or of another version") from error
+
+
+def explain_validation(error: ValidationError) -> str:
+    """Say the first mistake of a validation in one line."""
+    first = error.errors(include_url=False)[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))

@@ -5,7 +5,8 @@ from torch import Tensor
 from blockdraft.data import Prompt
 from blockdraft.decoding import Generation
 from blockdraft.drafters import Drafter, Proposal
-from blockdraft.evaluation.conversation import DecodingSetup, converse
+from blockdraft.evaluation.conversation import converse
+from blockdraft.evaluation.protocol import DecodingSetup
 from blockdraft.evaluation.results import Trace, TracedRound, TracedToken
 from blockdraft.targets import Target
 from blockdraft.verification import Verdict
@@ -13,7 +14,7 @@ from blockdraft.verification.rules import acceptance_states, probability_ratio
 
 Numbers = dict[str, float]
 TAIL = 8
-"""Tokens before a piece of text that decide how it is decoded."""
+"""The number of tokens before a piece of text that decide how it is decoded."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -21,14 +22,14 @@ def trace(
     target: Target,
     drafter: Drafter,
     prompt: Prompt,
-    way: DecodingSetup,
+    setup: DecodingSetup,
     *,
     temperature: float,
     max_new_tokens: int,
     max_length: int,
     seed: int,
 ) -> Trace:
-    """The first answer to a prompt."""
+    """Decode the first answer to a prompt, and return what the verifier saw."""
     verdicts: list[tuple[list[Numbers], int]] = []
     done: list[Generation] = []
 
@@ -36,7 +37,7 @@ def trace(
         verdicts.append(_look(proposal, target_probs, verdict))
 
     converse(
-        target, drafter, Prompt(prompt.id, prompt.turns[:1], prompt.system, prompt.source), way,
+        target, drafter, Prompt(prompt.id, prompt.turns[:1], prompt.system, prompt.source), setup,
         temperature=temperature, max_new_tokens=max_new_tokens, max_length=max_length, seed=seed, on_verdict=keep,
         on_turn=done.append,
     )  # fmt: skip
@@ -53,15 +54,15 @@ def trace(
         )  # fmt: skip
         rounds.append(traced)
         written = [*written, *record.tokens]
-    assert way.drafter is not None
+    assert setup.drafter is not None
     return Trace(
-        drafter=way.drafter, rule=way.rule, draft_temperature=way.draft_temperature,
+        drafter=setup.drafter, rule=setup.rule, draft_temperature=setup.draft_temperature,
         first_text=_texts(target, [], generation.tokens[:1])[0], rounds=rounds,
     )  # fmt: skip
 
 
 def _look(proposal: Proposal, target_probs: Tensor, verdict: Verdict) -> tuple[list[Numbers], int]:
-    """Numbers of the drafted tokens, and how many of them token verification would have kept."""
+    """Return the numbers of the drafted tokens, and how many of them token verification would have kept."""
     p, q, tokens = target_probs[:, :-1].float(), proposal.probs.float(), proposal.tokens
     ratio = probability_ratio(p, q, tokens)
     states = acceptance_states(ratio)[0, 1:]
@@ -76,7 +77,7 @@ def _look(proposal: Proposal, target_probs: Tensor, verdict: Verdict) -> tuple[l
 
 
 def _texts(target: Target, before: list[int], tokens: list[int]) -> list[str]:
-    """What each token adds to the text before it; pieces of a character add nothing until its last one is there."""
+    """Return what each token adds to the text; pieces of a character add nothing until its last one is there."""
     tail = before[-TAIL:]
     shown, texts = "", []
     for length in range(1, len(tail) + len(tokens) + 1):

@@ -33,7 +33,8 @@ def headlines(comparison: Comparison) -> list[Headline]:
 
 
 def _headline(comparison: Comparison, rule: Rule, measured: list[tuple[Entry, Average]]) -> Headline:
-    new, of_new = _best([m for m in measured if m[0].about.label == "BV"] or measured)
+    exact = [m for m in measured if m[0].about.label == "BV"]
+    new, of_new = _best(exact or [m for m in measured if m[0].about.objective == "bv"] or measured)
     baselines = [m for m in measured if m[0].about.label == "CE" and m[0] is not new]
     text = f"{new.label} accepts {of_new.acceptance_length.value:.2f} tokens per verification call"
     gain = None

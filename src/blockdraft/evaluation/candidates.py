@@ -1,0 +1,186 @@
+"""Which drafter is which: its folder, its name, the run it came from, and a label that says how it was trained."""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.evaluation.protocol import AUTOREGRESSIVE
+from blockdraft.evaluation.results import CheckpointName, EvaluationError
+from blockdraft.losses import objective
+from blockdraft.recipes import Recipe, is_annealed
+from blockdraft.recipes.schema import AnnealingSection
+from blockdraft.runs import Run
+from blockdraft.targets import Target, weights_fingerprint
+
+PAPER_SCHEDULE = AnnealingSection(ratio=0.5, initial=0.0, final=1.0)
+"""beta from 0 to 1 over the first half of training: with this schedule, and only with it, BV is called BV."""
+
+TITLES = {"dpace": "D-PACE", "dspark": "DSpark loss", "lk-hybrid": "LK hybrid", "token-bv": "Token BV"}
+"""Objectives whose title is not their name in capitals."""
+
+FORBIDDEN = '<>:"/\\|?*'
+"""Characters that some file system does not take in a file's name."""
+MAX_NAME = 100
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A drafter to be evaluated.
+
+    path: the folder that it was loaded from.
+    run: the training run that it lies in, if it does. step: the checkpoint's. checkpoint: whether it is the run's
+        best or last one.
+    """
+
+    name: str
+    path: Path
+    drafter: Drafter
+    run: Run | None = None
+    step: int | None = None
+    checkpoint: CheckpointName | None = None
+
+    @property
+    def objective(self) -> str | None:
+        """The objective's name, as in the recipe."""
+        return None if self.run is None else self.run.recipe.objective.name
+
+    @property
+    def label(self) -> str:
+        """What tables call it: how it was trained, or its name if the folder does not tell."""
+        return self.name if self.run is None else label_of(self.run.recipe)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits over its weights and configuration."""
+        config = json.dumps(self.drafter.config.to_dict(), sort_keys=True)
+        return hashlib.sha256(f"{weights_fingerprint(self.drafter)} {config}".encode()).hexdigest()[:16]
+
+
+def load_candidates(drafters: list[str], target: Target, *, checkpoint: CheckpointName = "best") -> list[Candidate]:
+    """Load drafters to be evaluated.
+
+    Args:
+        drafters: ``PATH`` or ``NAME=PATH``. A path is a drafter's folder, or a run's; ``RUN@best`` and ``RUN@last``
+            say which checkpoint of a run is meant.
+        target: the model that they draft for.
+        checkpoint: which one is taken of a run's folder that does not say.
+    """
+    found: list[Candidate] = []
+    for given in drafters:
+        name, equals, path = ("", "", given) if Path(given).exists() else given.partition("=")
+        candidate = _load(path if equals else given, name if equals else None, target, checkpoint)
+        _check_name(candidate.name)
+        if any(other.name == candidate.name for other in found):
+            raise EvaluationError(f"two drafters are called {candidate.name!r}; name one: --drafter NAME=PATH")
+        found.append(candidate)
+    return found
+
+
+def as_checkpoint(name: str) -> CheckpointName:
+    """Check the name of a run's checkpoint."""
+    if name in get_args(CheckpointName):
+        return cast(CheckpointName, name)
+    raise EvaluationError(f"a run has a best and a last checkpoint, not {name!r}; write RUN@best or RUN@last")
+
+
+def label_of(recipe: Recipe) -> str:
+    """Return what tables call a drafter: its objective, and in what that differs from the paper's.
+
+    ``BV`` alone is the paper's: log form, integrated scores, beta from 0 to 1 over the first half of training, and the
+    floors that the paper has for this kind of drafter. Any other recipe says what is different: ``BV sampled``,
+    ``BV w/o annealing``, ``BV (beta to 0.5)``, ``CE (eta 4)``.
+    """
+    made = recipe.make_objective()
+    paper = objective(recipe.objective.name, drafter=recipe.drafter.kind)
+    words, notes = [TITLES.get(made.name, made.name.upper())], []
+    for field in dataclasses.fields(made):
+        value, usual = getattr(made, field.name), getattr(paper, field.name)
+        if value == usual or field.name == "beta":
+            continue
+        if field.name in ("form", "estimator"):
+            words.append(str(value))
+        else:
+            notes.append(_note(field.name.replace("_", " "), value))
+    if is_annealed(made):
+        schedule = recipe.annealing
+        if schedule is None or schedule.ratio == 0 or schedule.initial == schedule.final:
+            beta = getattr(made, "beta", None) if schedule is None else schedule.final
+            words.append("w/o annealing")
+            if beta != PAPER_SCHEDULE.final:
+                notes.insert(0, _note("beta", beta))
+        elif schedule != PAPER_SCHEDULE:
+            notes.insert(0, _ramp(schedule))
+    return " ".join([*words, *([f"({', '.join(notes)})"] if notes else [])])
+
+
+def _note(name: str, value: Any) -> str:
+    if value is None:
+        return f"no {name}"
+    return f"{name} {value:g}" if isinstance(value, int | float) else f"{name} {value}"
+
+
+def _ramp(schedule: AnnealingSection) -> str:
+    """Say in what a schedule of beta differs from the paper's."""
+    text = "beta"
+    if schedule.initial != PAPER_SCHEDULE.initial:
+        text += f" from {schedule.initial:g}"
+    if schedule.final != PAPER_SCHEDULE.final:
+        text += f" to {schedule.final:g}"
+    if schedule.ratio != PAPER_SCHEDULE.ratio:
+        text += f" over {100 * schedule.ratio:.3g}%"
+    return text
+
+
+def _check_name(name: str) -> None:
+    """Refuse a name that results or files could not carry."""
+    if name == AUTOREGRESSIVE:
+        raise EvaluationError(f"{AUTOREGRESSIVE!r} is what decoding without a drafter is called; choose another name")
+    wrong = [each for each in name if each in FORBIDDEN or not each.isprintable()]
+    if wrong:
+        reason = f"{wrong[0]!r} is in it"
+    elif not 0 < len(name.encode()) <= MAX_NAME:
+        reason = f"it has {len(name.encode())} bytes, not 1 to {MAX_NAME}"
+    elif name != name.strip(" .") or name.startswith("-"):
+        reason = "it begins or ends with a space, a dot or a hyphen"
+    else:
+        return
+    raise EvaluationError(
+        f"{name!r} cannot name a drafter: {reason}. Files and reports carry the name, so it must be a plain file name; "
+        "choose another: --drafter NAME=PATH"
+    )
+
+
+def _load(given: str, name: str | None, target: Target, default: CheckpointName) -> Candidate:
+    path, which = _at(given)
+    if Run.is_run(path):
+        path = Run.open(path).checkpoint(which or default)
+    elif which is not None:
+        raise EvaluationError(
+            f"{given}: {path} is not a training run, so it has no {which} checkpoint; leave out @{which}"
+        )
+    drafter = load_drafter(path, target).to(target.device, target.dtype).eval()
+    found = Run.of_checkpoint(path)
+    if found is None:
+        return Candidate(path.absolute().name if name is None else name, path, drafter)
+    run, step = found
+    return Candidate(run.folder.name if name is None else name, path, drafter, run, step, _which(run, path))
+
+
+def _at(given: str) -> tuple[Path, CheckpointName | None]:
+    """Split ``RUN@last`` into the folder and the checkpoint; a folder that has such a name is meant itself."""
+    folder, at, which = given.rpartition("@")
+    if not at or "/" in which or Path(given).exists():
+        return Path(given), None
+    return Path(folder), as_checkpoint(which)
+
+
+def _which(run: Run, path: Path) -> CheckpointName | None:
+    """Return whether a checkpoint is its run's best or last; one that is both is called as it was asked for."""
+    links: dict[CheckpointName, Path] = {"best": run.folder / "best", "last": run.folder / "checkpoint"}
+    order = sorted(links, key=lambda each: links[each].name != path.name)
+    return next((each for each in order if links[each].resolve() == path.resolve()), None)
