@@ -41,12 +41,7 @@ def demo(
         print("stopped; the same command goes on", file=sys.stderr)
         raise typer.Exit(130) from None
     show(results)
-    by = {each.drafter: each.acceptance_length.value for each in results.averages if _is_main(each.rule, each.choice)}
-    gain = by["bv"] / by["ce"] - 1
-    print(f"BV {by['bv']:.2f}, CE {by['ce']:.2f} tokens per call under block verification: {gain:+.1%}")
+    for headline in report.headlines:
+        print(headline)
     print(f"the report: {report.page}")
     print(f"{time.monotonic() - started:.0f} seconds", file=sys.stderr)
-
-
-def _is_main(rule: str, choice: str) -> bool:
-    return (rule, choice) == ("block", "paper")

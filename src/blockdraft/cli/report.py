@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="EVALUATION...", help="Folders of evaluations.")],
-    out: Annotated[Path, typer.Option(help="The report's folder.")] = Path("report"),
+    folders: Annotated[list[Path], typer.Argument(metavar="EVALUATION...", help="Folders written by evaluate.")],
+    out: Annotated[Path, typer.Option(help="The folder to write the report to.")] = Path("report"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the paths of what was written as JSON.")] = False,
 ) -> None:
-    """Tables, figures and one page with a block explorer, from one evaluation or several together."""
-    from blockdraft.reports import write_report
+    """Write tables, figures and one page with a block explorer, from one evaluation or several together."""
+    from blockdraft.reports import write_report  # raises MissingExtraError without the extra `reports`
 
     written = write_report(folders, out, on_file=lambda file: print(file, file=sys.stderr))
     if as_json:

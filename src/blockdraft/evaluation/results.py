@@ -15,6 +15,10 @@ from blockdraft.verification import Rule
 
 Model = TypeVar("Model", bound=BaseModel)
 
+Choice = Literal["paper", "best", "one-hot"]
+"""How a draft temperature was chosen: the target's own (0 under greedy verification), the one with the largest
+predicted length, or 0 under a sampling target, so that every draft distribution is one-hot: the default of engines."""
+
 
 class EvaluationError(BlockdraftError):
     """Something the user can correct."""
@@ -85,8 +89,7 @@ class DrafterAbout(Strict):
 class Cell(Strict):
     """One drafter under one rule and draft temperature on one task.
 
-    choice: of the draft temperature: ``paper`` is the target's (0 under greedy verification), ``best`` the one found
-        from target paths.
+    choice: how the draft temperature was chosen, see `Choice`.
     acceptance_length: tau, tokens per verification call, correction or bonus included, prefill excluded, pooled.
     draft_length: the same without correction and bonus.
     retention: Pr(accepted >= i), i = 1 .. B. conditional: Pr(accepted >= i | accepted >= i - 1), None where never seen.
@@ -98,7 +101,7 @@ class Cell(Strict):
 
     drafter: str
     rule: Rule
-    choice: Literal["paper", "best"]
+    choice: Choice
     draft_temperature: float
     task: str
     num_generations: int
@@ -122,13 +125,29 @@ class Average(Strict):
 
     drafter: str
     rule: Rule
-    choice: Literal["paper", "best"]
+    choice: Choice
     draft_temperature: float
     acceptance_length: Interval
     draft_length: Interval
     whole_block_rate: float
     predicted_length: Interval
     speedup: Interval
+
+
+class PairedRatio(Strict):
+    """Compares two drafters on the same prompts: a mean over the tasks, divided by the same mean of a baseline.
+
+    ratio: average of ``drafter`` over average of ``baseline``; 1 is no difference. Its interval comes from resampled
+        prompts that are the same for both, so it is narrower than the two separate intervals suggest.
+    what: the field of `Average` that is compared.
+    """
+
+    drafter: str
+    baseline: str
+    rule: Rule
+    choice: Choice
+    what: Literal["acceptance_length", "predicted_length", "speedup"]
+    ratio: Interval
 
 
 class DynamicsPoint(Strict):
@@ -158,6 +177,7 @@ class Results(Strict):
 
     settings: temperature, max_new_tokens, seed, num_bootstrap and whatever else was asked for.
     provenance: versions, machine, threads, processes, GPU, start and end.
+    comparisons: paired comparisons of drafters with a baseline, if they were made.
     """
 
     format: Literal["blockdraft.evaluation/1"] = "blockdraft.evaluation/1"
@@ -170,6 +190,7 @@ class Results(Strict):
     cells: list[Cell]
     averages: list[Average]
     dynamics: list[Dynamics]
+    comparisons: list[PairedRatio] = []
 
 
 class TracedToken(Strict):
