@@ -11,6 +11,7 @@ from blockdraft.evaluation.results import (
     Dynamics,
     DynamicsPoint,
     Interval,
+    PairedRatio,
     Results,
     TaskAbout,
     TemperaturePoint,
@@ -37,7 +38,7 @@ TASK = {"sums": 0.5, "functions": 0.0, "talk_2": -0.75}
 
 def tau(label: str, kind: str, rule: str, task: str, choice: str = "paper", shift: float = 0.0) -> float:
     """The acceptance length of a made-up drafter."""
-    best = 0.25 if choice == "best" else 0.0
+    best = {"paper": 0.0, "best": 0.25, "one-hot": -0.2}[choice]
     return 3.0 + LOSS[label] + (0.5 if kind == "dspark" else 0.0) + RULE[rule] + TASK[task] + best + shift
 
 
@@ -58,8 +59,8 @@ def results(
         name = f"{prefix}{kind}-{label.split()[0].lower()}{'-plain' if 'w/o' in label else ''}"
         abouts.append(_about(name, kind, label))
         for rule in rules:
-            for choice in ("paper", "best"):
-                if rule == "greedy" and choice == "best":
+            for choice in ("paper", "best", "one-hot"):
+                if rule == "greedy" and choice != "paper":
                     continue
                 of = [_cell(name, kind, label, rule, choice, task.name, shift) for task in TASKS]
                 cells += of
@@ -77,6 +78,21 @@ def results(
         averages=averages,
         dynamics=dynamics,
     )
+
+
+def paired(found: Results, drafter: str, baseline: str, spread: float = 0.02) -> Results:
+    """Add paired comparisons of two drafters, with intervals that reach ``spread`` to both sides of the ratio."""
+    averages = {(a.drafter, a.rule, a.choice): a for a in found.averages}
+    made = []
+    for (name, rule, choice), new in averages.items():
+        if name == drafter:
+            old = averages[baseline, rule, choice]
+            for what in ("predicted_length", "acceptance_length", "speedup"):
+                ratio = estimate(getattr(new, what).value / getattr(old, what).value, spread)
+                made.append(PairedRatio(
+                    drafter=drafter, baseline=baseline, rule=rule, choice=choice, quantity=what, ratio=ratio,
+                ))  # fmt: skip
+    return found.model_copy(update={"comparisons": [*found.comparisons, *made]})
 
 
 def traces(found: Results, num_prompts: int = 2, num_rounds: int = 4, seed: int = 0) -> Traces:
@@ -104,7 +120,7 @@ def write(folder: Path, found: Results, traced: Traces | None = None) -> Path:
 
 
 def estimate(value: float, spread: float = 0.1) -> Interval:
-    """With a symmetric interval."""
+    """A number with a symmetric interval."""
     return Interval(value=value, low=value - spread, high=value + spread)
 
 
@@ -129,7 +145,7 @@ def _about(name: str, kind: str, label: str) -> DrafterAbout:
 
 def _cell(name: str, kind: str, label: str, rule: str, choice: str, task: str, shift: float) -> Cell:
     length = tau(label, kind, rule, task, choice, shift)
-    keep = 0.62 + 0.08 * LOSS[label]
+    keep = 0.62 + 0.08 * (LOSS[label] + TASK[task])
     conditional = [min(1.0, keep + 0.03 * i) for i in range(BLOCK)]
     retention = torch.tensor(conditional).cumprod(0).tolist()
     rounds = {"sums": 100, "functions": 200, "talk_2": 300}[task]
@@ -138,7 +154,7 @@ def _cell(name: str, kind: str, label: str, rule: str, choice: str, task: str, s
     speed = tokens / sum(phases.values())
     return Cell(
         drafter=name, rule=rule, choice=choice,
-        draft_temperature=0.0 if rule == "greedy" else (1.0 if choice == "paper" else 0.7),
+        draft_temperature=0.0 if rule == "greedy" else {"paper": 1.0, "best": 0.7, "one-hot": 0.0}[choice],
         task=task, num_generations=40, num_rounds=rounds, num_tokens=tokens,
         acceptance_length=estimate(length), draft_length=estimate(length - 1), retention=retention,
         conditional=[*conditional[:-1], None] if retention[-1] == 0 else conditional, whole_block_rate=retention[-1],
@@ -180,7 +196,7 @@ END = len(WORDS) - 1
 
 
 def _trace(drafter: DrafterAbout, rule: str, num_rounds: int, generator: torch.Generator) -> Trace:
-    """Rounds over a law of 15 words; a drafter trained with BV is nearer to the target."""
+    """Rounds over a distribution of 15 words; a drafter trained with BV is nearer to the target."""
     size = len(WORDS)
     target = torch.randn(size, size, generator=generator).mul(2.5).softmax(-1)
     target[:, END] *= 0.05

@@ -6,18 +6,26 @@ from xml.etree import ElementTree
 import pytest
 
 from blockdraft.reports import read_evaluations
-from blockdraft.reports.figures import figures, pooled_retention
-from blockdraft.reports.inks import INKS, styles
+from blockdraft.reports.comparison import Retention
+from blockdraft.reports.figures import figures
+from blockdraft.reports.style import INKS, styles
 
 import synthetic
 
 EXPECTED = {
-    "retention-pocket": ["DFlash: kept through position i", "DSpark: kept if i-1 was", "BV w/o annealing", "CE"],
+    "retention-pocket-dflash": [
+        "Sums",
+        "Talk & 100% chat",
+        "All tasks pooled",
+        "kept i, given i-1",
+        "BV w/o annealing",
+    ],
+    "retention-pocket-dspark": ["Functions", "All tasks pooled", "kept up to i", "position i in the block", "CE"],
     "tasks-pocket": ["Talk & 100% chat", "DSpark, T=1 (block verification)", "tokens per verification call, τ"],
     "seconds-pocket": ["Autoregressive", "DFlash BV", "milliseconds per token", "verify", "prefill", "11.11"],
-    "temperature-pocket": ["draft temperature", "predicted τ", "DFlash, token verification"],
+    "temperature-pocket": ["draft temperature", "predicted τ", "DFlash, token verification", "0.0"],
     "dynamics-pocket": ["DFlash: token accuracy", "DSpark: accepted draft length", "epoch"],
-    "retention-qwen-3": ["DFlash: kept through position i", "KL"],
+    "retention-qwen-3-dflash": ["Sums", "KL"],
     "tasks-qwen-3": ["DFlash, T=0 (greedy)"],
     "seconds-qwen-3": ["DFlash KL"],
     "temperature-qwen-3": ["KL"],
@@ -50,13 +58,71 @@ def test_the_same_every_time_and_undated(evaluations):
     assert "dc:date" not in first.svg()
 
 
+def drawn(evaluations, name):
+    return next(drawing for drawing in figures(read_evaluations(evaluations)) if drawing.name == name)
+
+
+def test_retention_is_drawn_task_by_task_and_pooled_last(evaluations):
+    drawing = drawn(evaluations, "retention-pocket-dflash")
+    entry = next(e for e in read_evaluations(evaluations).entries if e.title == "DFlash CE")
+    panels = drawing.figure.axes
+    assert [panel.get_title(loc="left") for panel in panels[:4]] == [
+        "Sums", "Functions", "Talk & 100% chat", "All tasks pooled",
+    ]  # fmt: skip
+    for number, task in enumerate(("sums", "functions", "talk_2")):
+        cell = entry.cell("block", "paper", task)
+        assert panels[number].lines[0].get_ydata() == pytest.approx(cell.retention, abs=1e-12)
+        assert panels[4 + number].lines[0].get_ydata() == pytest.approx(cell.conditional, abs=1e-6)  # stored in 32 bits
+    pooled = entry.retention("block")
+    assert panels[3].lines[0].get_ydata() == pytest.approx(pooled.kept, abs=1e-12)
+    assert "Tasks: Sums, Functions, Talk & 100% chat, and all their rounds pooled." in drawing.caption
+    assert drawing.caption.startswith("T=1 (block verification). ")
+
+
+def test_retention_of_seven_tasks_and_of_one(tmp_path):
+    """Panels wrap after four; a single task is not pooled with itself."""
+    made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV")))
+    tasks = [synthetic.TASKS[0].model_copy(update={"name": f"t{i}", "title": f"Task {i}"}) for i in range(7)]
+    cells = [
+        cell.model_copy(update={"task": task.name}) for cell in made.cells if cell.task == "sums" for task in tasks
+    ]
+    for number in (7, 1):
+        named = {task.name for task in tasks[:number]}
+        kept = {"tasks": tasks[:number], "cells": [cell for cell in cells if cell.task in named]}
+        folder = synthetic.write(tmp_path / str(number), made.model_copy(update=kept))
+        drawing = drawn([folder], "retention-pocket-dflash")
+        titles = [title for panel in drawing.figure.axes if (title := panel.get_title(loc="left"))]
+        assert titles == [f"Task {i}" for i in range(number)] + ["All tasks pooled"] * (number > 1)
+        ElementTree.fromstring(drawing.svg())
+    assert "The only task is Task 0." in drawing.caption
+
+
 def test_retention_is_pooled_over_rounds(evaluations):
     entry = read_evaluations(evaluations).entries[0]
-    kept = pooled_retention(entry, "block")
+    pooled = entry.retention("block")
     cells = entry.cells("block", "paper")
-    assert kept[0] == 1
+    assert pooled.num_rounds == 600
     expected = sum(c.retention[2] * n for c, n in zip(cells, (100, 200, 300), strict=True)) / 600
-    assert kept[3] == pytest.approx(expected, abs=1e-12)
+    assert pooled.kept[2] == pytest.approx(expected, abs=1e-12)
+    assert len({cell.retention[2] for cell in cells}) == 3  # so pooling is not just any of them
+
+
+def test_conditional_retention_needs_rounds():
+    found = Retention(100, (0.5, 0.1, 0.04, 0.02))
+    assert found.conditional(10) == [0.5, pytest.approx(0.2), pytest.approx(0.4), None]
+    assert found.conditional() == [0.5, pytest.approx(0.2), pytest.approx(0.4), pytest.approx(0.5)]
+    assert Retention(10, (0.2, 0.0, 0.0)).conditional() == [0.2, 0.0, None]
+    assert Retention.pooled([]).conditional() == []
+
+
+def test_one_hot_drafts_are_open_markers_at_zero(evaluations):
+    drawing = drawn(evaluations, "temperature-pocket")
+    assert "Open markers at 0 are one-hot drafts." in drawing.caption
+    entry = next(e for e in read_evaluations(evaluations).entries if e.title == "DFlash CE")
+    expected = entry.average("token", "one-hot").predicted_length.value
+    found = [(x, y) for each in drawing.figure.axes[0].lines for x, y in zip(*each.get_data(), strict=True) if x == 0]
+    assert (0.0, pytest.approx(expected)) in found
+    assert len(found) == 3
 
 
 def test_inks_are_the_objectives(evaluations, tmp_path):
@@ -85,7 +151,7 @@ def test_a_drawing_for_a_page_depends_on_nothing(evaluations):
     ids = [part.split('"')[0] for part in inline.split(' id="')[1:]]
     assert ids
     assert len(set(ids)) == len(ids)
-    assert all(name.startswith("retention-pocket-") for name in ids)
+    assert all(name.startswith("retention-pocket-dflash-") for name in ids)
 
 
 def test_odd_labels_do_not_break_a_figure(tmp_path):
@@ -93,5 +159,19 @@ def test_odd_labels_do_not_break_a_figure(tmp_path):
     odd = made.drafters[0].model_copy(update={"label": r"$\frac{ & <b>", "temperatures": []})
     folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": [odd]}))
     drawings = {drawing.name: drawing for drawing in figures(read_evaluations([folder]))}
-    assert list(drawings) == ["retention-pocket", "tasks-pocket", "seconds-pocket", "dynamics-pocket"]
-    ElementTree.fromstring(drawings["retention-pocket"].svg())
+    assert list(drawings) == ["retention-pocket-dflash", "tasks-pocket", "seconds-pocket", "dynamics-pocket"]
+    ElementTree.fromstring(drawings["retention-pocket-dflash"].svg())
+
+
+def test_drafters_that_answered_other_tasks_leave_gaps(tmp_path):
+    first, second = (synthetic.results(drafters=(("dflash", label),)) for label in ("CE", "BV"))
+    fewer = {"tasks": second.tasks[:1], "cells": [cell for cell in second.cells if cell.task == "sums"]}
+    folders = [
+        synthetic.write(tmp_path / "a", first),
+        synthetic.write(tmp_path / "b", second.model_copy(update=fewer)),
+    ]
+    drawing = drawn(folders, "retention-pocket-dflash")
+    assert [len(line.get_xdata()) for panel in drawing.figure.axes[:4] for line in panel.lines] == [
+        6, 6, 6, 0, 6, 0, 6, 6,
+    ]  # fmt: skip
+    ElementTree.fromstring(drawing.svg())

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from blockdraft.cli.app import app
@@ -14,7 +15,7 @@ def test_table_and_place_on_stdout(evaluations, tmp_path):
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert lines[5].split() == ["Qwen_3", "CE", "4.02", "2.74×", "3.42", "2.33×"]
-    assert lines[-1] == f"{tmp_path}/report.html: 6 tables, 4 figures"
+    assert lines[-1] == f"{tmp_path}/report.html: 8 tables, 4 figures"
     assert str(tmp_path / "tables" / "main.tex") in done.stderr
     assert (tmp_path / "report.html").exists()
     assert {file.suffix for file in (tmp_path / "tables").iterdir()} == {".md", ".tex", ".csv"}
@@ -26,7 +27,7 @@ def test_json_has_the_paths(evaluations, tmp_path):
     found = json.loads(done.stdout)
     assert found["report"] == str(tmp_path / "report.html")
     assert str(tmp_path / "tables" / "main.csv") in found["tables"]
-    assert str(tmp_path / "figures" / "retention-qwen-3.svg") in found["figures"]
+    assert str(tmp_path / "figures" / "retention-qwen-3-dflash.svg") in found["figures"]
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
@@ -36,6 +37,25 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     assert done.stdout == ""
     assert done.stderr == f"error: {tmp_path} has no results.json; `blockdraft evaluate --out` writes it\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_without_the_extra_it_says_what_to_install(evaluations, tmp_path, package):
+    script = f"""
+import sys
+import blockdraft.evaluation
+sys.modules[{package!r}] = None
+from blockdraft.cli.app import app
+from blockdraft.errors import BlockdraftError
+try:
+    app(["report", {str(evaluations[1])!r}, "--out", {str(tmp_path)!r}])
+except BlockdraftError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    install = "pip install 'blockdraft[reports]'"
+    assert done.stdout == f"reports need the package {package}, which is not installed: {install}\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_folder_is_a_mistake():

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from blockdraft.reports import Table, read_evaluations, tables
+from blockdraft.reports.page import table_html
 from blockdraft.reports.table import MISSING, CellValue, Column, TableRow, best_in_columns
 
 import synthetic
@@ -25,8 +26,8 @@ def rows(table: Table) -> dict[tuple[str, ...], list[str]]:
 
 def test_which_tables_there_are(found):
     assert list(found) == [
-        "main", "best-temperature", "token-verification", "annealing", "full-pocket", "full-qwen-3",
-        "lengths", "seconds",
+        "main", "gains", "best-temperature", "one-hot", "token-verification", "annealing", "full-pocket", "full-qwen-3",
+        "retention-pocket", "retention-qwen-3", "lengths", "seconds",
     ]  # fmt: skip
 
 
@@ -76,9 +77,67 @@ def test_full(found):
     assert cells[1::2] == ["*4.25*", "*3.75*", "*3.00*", "*3.67*"]
 
 
+def synthetic_retention(task: str, label: str = "CE") -> list[float]:
+    """Pr(accepted >= i): position i is kept with 0.62 + 0.08 (loss + task) + 0.03 (i - 1), if all before it were."""
+    kept = [1.0]
+    for i in range(synthetic.BLOCK):
+        kept.append(kept[-1] * (0.62 + 0.08 * (synthetic.LOSS[label] + synthetic.TASK[task]) + 0.03 * i))
+    return kept[1:]
+
+
+def test_gains(found):
+    cells = rows(found["gains"])
+    assert {(target, *names) for target, _, *names in cells} == {("pocket", "DFlash BV", "DFlash CE")}
+    predicted = (3.78 - 0.25 / 3) / (3.03 - 0.25 / 3) - 1
+    shown = f"{predicted:+.1%} [{predicted - 0.02:+.1%}, {predicted + 0.02:+.1%}]"
+    assert (
+        cells["pocket", "T=1 (block verification)", "DFlash BV", "DFlash CE"][0] == shown == "+25.5% [+23.5%, +27.5%]"
+    )
+    assert len(cells) == 7  # greedy, and two rules at three choices of the draft temperature
+    lines = list(csv.DictReader(io.StringIO(found["gains"].csv())))
+    assert float(lines[0]["predicted_length_gain_low"]) == pytest.approx(
+        float(lines[0]["predicted_length_gain"]) - 0.02
+    )
+
+
+def test_a_gain_that_its_interval_denies_is_not_printed(tmp_path):
+    made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV")))
+    folder = synthetic.write(tmp_path, synthetic.paired(made, "dflash-bv", "dflash-ce", spread=0.3))
+    table = next(t for t in tables(read_evaluations([folder])) if t.name == "gains")
+    assert all(value.text.startswith("undecided [-") for row in table.rows for value in row.values)
+
+
+def test_one_hot(found):
+    table = found["one-hot"]
+    assert table.columns[0].heads == ("T=1 (block verification)", "DFlash", "τ predicted")
+    assert rows(table)["pocket", "CE"][:2] == ["2.75", "2.72"]
+    assert rows(table)["pocket", "BV"][:2] == ["*3.50*", "*3.47*"]
+
+
+def test_retention_by_task_and_pooled(found):
+    table = found["retention-pocket"]
+    assert list(dict.fromkeys(row.labels[0] for row in table.rows)) == [
+        "Sums", "Functions", "Talk & 100% chat", "All tasks pooled",
+    ]  # fmt: skip
+    cells = rows(table)
+    expected = synthetic_retention("sums")
+    assert cells["Sums", "DFlash", "CE"] == ["100", f"{sum(expected):.2f}", *(f"{k:.1%}" for k in expected)]
+    weights = {"sums": 100, "functions": 200, "talk_2": 300}
+    by_task = {task: synthetic_retention(task, "BV") for task in weights}
+    pooled = [sum(n * by_task[task][i] for task, n in weights.items()) / 600 for i in range(synthetic.BLOCK)]
+    shown = [f"*{k:.1%}*" for k in pooled]
+    assert cells["All tasks pooled", "DFlash", "BV"] == ["600", f"{sum(pooled):.2f}", *shown]
+    assert "T=1 (block verification)" in table.caption
+
+
 def test_lengths_and_seconds(found):
     row = rows(found["lengths"])["pocket", "T=1 (block verification)", "DFlash", "CE"]
-    assert row == ["1", "1.92 [1.82, 2.02]", "11.1%", "2.95 [2.90, 3.00]", "2.92 [2.82, 3.02]"]
+    whole = sum(synthetic_retention(task)[-1] for task in ("sums", "functions", "talk_2")) / 3
+    assert row == ["1", "2.95 [2.90, 3.00]", "2.92 [2.82, 3.02]", "1.92 [1.82, 2.02]", f"{whole:.1%}"]
+    hot = rows(found["lengths"])["pocket", "T=1 (block verification), one-hot drafts", "DFlash", "CE"]
+    assert hot[:3] == ["0", "2.75 [2.70, 2.80]", "2.72 [2.62, 2.82]"]
+    labels = [row.labels for row in found["lengths"].rows]
+    assert len(labels) == len(set(labels)) == 5 * 7 + 3 * 7
     spent = rows(found["seconds"])
     assert spent["pocket", "T=1 (block verification)", "DFlash", "CE"] == [
         "0.60", "2.40", "6.00", "0.60", "9.60", "1,625", "169.3",
@@ -91,7 +150,7 @@ def test_lengths_and_seconds(found):
 def test_only_what_was_measured(tmp_path):
     folder = synthetic.write(tmp_path, synthetic.results(drafters=(("dspark", "BV"),), rules=("greedy",)))
     left = {table.name: table for table in tables(read_evaluations([folder]))}
-    assert list(left) == ["main", "full-pocket", "lengths", "seconds"]
+    assert list(left) == ["main", "full-pocket", "retention-pocket", "lengths", "seconds"]
     assert rows(left["main"]) == {("pocket", "BV"): ["4.77", "3.26×"]}  # alone, so nothing is the best
 
 
@@ -141,11 +200,11 @@ def test_hostile_text_is_escaped():
     )
     assert r"1.00$\times$" in latex
     assert r"\|\<i\>" in hostile().markdown()
-    assert ElementTree.fromstring(hostile().html()).find(".//tbody//th").text == r"50% & $x_1^2$ #{a}~\b|<i>"
+    assert ElementTree.fromstring(table_html(hostile())).find(".//tbody//th").text == r"50% & $x_1^2$ #{a}~\b|<i>"
 
 
 def test_html_spans(found):
-    table = ElementTree.fromstring(found["full-pocket"].html())
+    table = ElementTree.fromstring(table_html(found["full-pocket"]))
     first = table.findall("./thead/tr")
     assert [(c.text, c.get("rowspan") or c.get("colspan")) for c in first[0]] == [
         ("Setting", "3"), ("Drafter", "3"), ("Loss", "3"), ("Math", "2"), ("Code", "2"), ("Chat", "2"), (None, "2"),

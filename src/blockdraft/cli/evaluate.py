@@ -180,18 +180,13 @@ def demo(
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    lengths = {
-        each.drafter: each.acceptance_length.value
-        for each in results.averages
-        if (each.rule, each.choice) == ("block", "paper")
-    }
-    gain = lengths["bv"] / lengths["ce"] - 1
     if as_json:
-        print_json({"report": str(written.page), "gain": gain, "results": results.model_dump(mode="json")})
+        lines = list(map(str, written.headlines))
+        print_json({"report": str(written.page), "headlines": lines, "results": results.model_dump(mode="json")})
     else:
         show_results(results)
-        ours, theirs = lengths["bv"], lengths["ce"]
-        print(f"BV {ours:.2f}, CE {theirs:.2f} tokens per call under block verification: {gain:+.1%}")
+        for headline in written.headlines:
+            print(headline)
         print(f"the report: {written.page}")
     print(f"{time.monotonic() - started:.0f} seconds", file=sys.stderr)
 

@@ -1,8 +1,36 @@
-"""Reports: the paper's tables and figures from evaluations, and a page to read them and to step through blocks."""
+"""Reports: the paper's tables and figures from evaluations, and a page to read them and to step through blocks.
 
-from blockdraft.reports.merging import Comparison, read_evaluations
-from blockdraft.reports.paper_tables import tables
-from blockdraft.reports.table import Table
-from blockdraft.reports.writing import ReportFiles, write_report
+Needs the extra ``reports`` (jinja2 and matplotlib); without it, importing this package says how to install it.
+"""
 
-__all__ = ["Comparison", "ReportFiles", "Table", "read_evaluations", "tables", "write_report"]
+from blockdraft.errors import BlockdraftError
+
+
+class MissingExtraError(BlockdraftError, ImportError):
+    """Says which package is missing, and the command that installs it."""
+
+
+try:
+    from blockdraft.reports.comparison import Comparison, read_evaluations
+    from blockdraft.reports.headlines import Headline, headlines
+    from blockdraft.reports.page import ReportFiles, write_report
+    from blockdraft.reports.paper_tables import tables
+    from blockdraft.reports.table import Table
+except ModuleNotFoundError as error:
+    package = (error.name or "").partition(".")[0]
+    if package not in ("jinja2", "matplotlib"):
+        raise
+    message = f"reports need the package {package}, which is not installed: pip install 'blockdraft[reports]'"
+    raise MissingExtraError(message) from None
+
+__all__ = [
+    "Comparison",
+    "Headline",
+    "MissingExtraError",
+    "ReportFiles",
+    "Table",
+    "headlines",
+    "read_evaluations",
+    "tables",
+    "write_report",
+]

@@ -1,61 +1,97 @@
 """The paper's figures, and three more, drawn with matplotlib: one drawing per target and subject."""
 
 from collections.abc import Iterator
-from itertools import pairwise
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from blockdraft.reports.drawing import Drawing, Look, drawing, kinds, legend, line, panels
-from blockdraft.reports.inks import INKS, styles
-from blockdraft.reports.merging import Comparison, Entry
-from blockdraft.reports.seconds import autoregressive, phases, speculative
+from blockdraft.reports.comparison import Comparison, Entry, Spent
+from blockdraft.reports.style import INKS, Drawing, Look, drawing, kinds, legend, line, panels, styles
 from blockdraft.verification import RULES, Rule
+
+MIN_ROUNDS = 10
+"""A conditional rate that rests on fewer rounds says nothing, and is not drawn."""
 
 
 def figures(comparison: Comparison) -> Iterator[Drawing]:
-    """Those that have something to show, one after the other."""
+    """Draw those that have something to show, one after the other."""
     look = styles(comparison)
     for target in comparison.targets:
-        for draw in (retention, tasks, seconds, temperatures, dynamics):
+        for kind in comparison.kinds:
+            with drawing():
+                kept = retention(comparison, target, kind, look)
+            if kept is not None:
+                yield kept
+        for draw in (tasks, seconds, temperatures, dynamics):
             with drawing():
                 drawn = draw(comparison, target, look)
             if drawn is not None:
                 yield drawn
 
 
-def retention(comparison: Comparison, target: str, look: Look) -> Drawing | None:
-    """Pr(accepted >= i), and given that the token before was kept; all tasks pooled, block verification if measured."""
+def retention(comparison: Comparison, target: str, kind: str, look: Look) -> Drawing | None:
+    """Draw Pr(accepted >= i), and Pr(accepted >= i | accepted >= i - 1) below it, task by task and pooled.
+
+    The rule is block verification if it was measured. The paper's figure of the same has one task (GSM8K) and DFlash.
+    """
     rules, entries = _measured(comparison, target)
     rule = max(rules, key=RULES.index, default=None)
-    entries = [e for e in entries if rule and e.cells(rule, "paper")]
+    entries = [e for e in entries if rule and e.kind == kind and e.cells(rule, "paper")]
     if rule is None or not entries:
         return None
-    figure, axes = panels(entries, 2, height=2.5)
-    for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
-        for entry in members:
-            kept = pooled_retention(entry, rule)
-            after = [k / before if before > 0 else float("nan") for before, k in pairwise(kept)]
-            positions = range(1, len(kept))
-            line(row[0], positions, kept[1:], look(entry))
-            line(row[1], positions, after, look(entry))
-        row[0].set(title=f"{kind}: kept through position i", ylabel="of all rounds", ylim=(0, 1.02))
-        row[1].set(title=f"{kind}: kept if i-1 was", ylabel="of rounds that got this far")
-        row[1].set_ylim(top=1.01)
-        for panel in row:
-            panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-            longest = max(entry.about.num_proposals for entry in members)
-            panel.set_xticks(range(1, longest + 1, 1 if longest < 10 else 2))
-    for panel in axes[-1]:
-        panel.set_xlabel("position i in the block")
+    shown = [(task.title, task.name) for task in comparison.tasks(target)]
+    places: list[tuple[str, str | None]] = [*shown, *([("All tasks pooled", None)] if len(shown) > 1 else [])]
+    num_columns = min(4, max(2, len(places)))
+    num_lines = -(-len(places) // num_columns)
+    figure = Figure(figsize=(0.7 + 2.55 * num_columns, 4.3 * num_lines + 0.35), layout="constrained")
+    grid = figure.subplots(2 * num_lines, num_columns, squeeze=False, sharex=True)
+    lowest = 1.0
+    for number, (title, task) in enumerate(places):
+        above, below = (grid[2 * (number // num_columns) + i][number % num_columns] for i in (0, 1))
+        for entry in entries:
+            found = entry.retention(rule, task)
+            positions = range(1, len(found.kept) + 1)
+            line(above, positions, found.kept, look(entry))
+            rates = [float("nan") if rate is None else rate for rate in found.conditional(MIN_ROUNDS)]
+            line(below, positions, rates, look(entry))
+            lowest = min([lowest, *(rate for rate in rates if rate == rate)])
+        above.set(title=title, ylim=(-0.02, 1.03))
+    _finish_retention(grid.tolist(), len(places), lowest, max(e.about.num_proposals for e in entries))
     legend(figure, entries, look)
-    title = f"How far drafts survive, {target}"
-    caption = f"Prefix retention, unconditional and conditional. {comparison.setting(rule)}, all tasks pooled."
-    return Drawing(f"retention-{comparison.file_name(target)}", title, caption, figure)
+    named = ", ".join(title for title, _ in shown)
+    pooled = f"Tasks: {named}, and all their rounds pooled." if len(shown) > 1 else f"The only task is {named}."
+    caption = (
+        f"{comparison.setting(rule)}. Top: share of all rounds that kept every token up to position i. Bottom: of the "
+        f"rounds that kept i-1, the share that kept i too, where at least {MIN_ROUNDS} rounds got that far. {pooled}"
+    )
+    name = f"retention-{comparison.file_name(target)}-{kind.lower()}"
+    return Drawing(name, f"How far drafts are kept, {target}, {kind}", caption, figure)
+
+
+def _finish_retention(grid: list[list[Axes]], num_places: int, lowest: float, num_proposals: int) -> None:
+    """Give the panels of a row the same axis, label the outermost ones and take the empty ones away."""
+    num_columns = len(grid[0])
+    for number, row in enumerate(grid):
+        for column, panel in enumerate(row):
+            place = number // 2 * num_columns + column
+            if place >= num_places:
+                panel.remove()
+                continue
+            panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            panel.set_xlim(0.5, num_proposals + 0.5)
+            panel.set_xticks(range(1, num_proposals + 1, 1 if num_proposals < 9 else 2))
+            panel.tick_params(labelleft=column == 0, labelbottom=False)
+            if number % 2:
+                panel.set_ylim(max(-0.02, lowest - 0.05), 1.02)
+            if number % 2 and place + num_columns >= num_places:
+                panel.set_xlabel("position i in the block")
+                panel.tick_params(labelbottom=True)
+        row[0].set_ylabel("kept up to i" if number % 2 == 0 else "kept i, given i-1")
 
 
 def tasks(comparison: Comparison, target: str, look: Look) -> Drawing | None:
-    """Acceptance length of every task with its interval, by rule."""
+    """Draw the acceptance length of every task with its interval, by rule."""
     rules, entries = _measured(comparison, target)
     if not entries:
         return None
@@ -88,56 +124,59 @@ def tasks(comparison: Comparison, target: str, look: Look) -> Drawing | None:
         panel.set_xlabel("tokens per verification call, τ")
     legend(figure, entries, look, lines=False)
     title = f"Acceptance length by task, {target}"
-    caption = "Bars are 95% intervals (bootstrap over prompts). Correction and bonus tokens count."
+    caption = "Measured in decoding, with 95% intervals (bootstrap over prompts). Correction and bonus tokens count."
     return Drawing(f"tasks-{comparison.file_name(target)}", title, caption, figure)
 
 
 def seconds(comparison: Comparison, target: str, look: Look) -> Drawing | None:
-    """Milliseconds per token by phase: autoregressive decoding, then every drafter."""
+    """Draw milliseconds per token by phase: autoregressive decoding, then every drafter."""
     del look  # phases have inks of their own
     rules, entries = _measured(comparison, target)
     if not entries:
         return None
     bars = {
-        rule: autoregressive(entries, rule) | {e.title: speculative(e, rule) for e in entries if e.cells(rule, "paper")}
+        rule: comparison.autoregressive(target, rule)
+        | {e.title: e.spent(rule) for e in entries if e.cells(rule, "paper")}
         for rule in rules
     }
     names = list(dict.fromkeys(name for found in bars.values() for name in found))
-    shown = phases(spent for found in bars.values() for spent in found.values())
-    figure = Figure(figsize=(0.8 + 3.2 * max(2, len(rules)), 1.15 + 0.27 * len(names)), layout="constrained")
+    everything = [spent for found in bars.values() for spent in found.values() if spent.tokens]
+    phases = Spent.pooled((spent.seconds for spent in everything), 1).phases
+    figure = Figure(figsize=(0.8 + 3.2 * max(2, len(rules)), 1.2 + 0.29 * len(names)), layout="constrained")
     axes = figure.subplots(1, len(rules), squeeze=False, sharey=True, sharex=True)[0]
-    longest = max(1e3 * s.total / s.tokens for found in bars.values() for s in found.values() if s.tokens)
+    longest = max((1e3 * s.total / s.tokens for s in everything), default=1.0)
     for panel, rule in zip(axes, rules, strict=True):
         for place, name in enumerate(names):
             spent, left = bars[rule].get(name), 0.0
             if spent is None or not spent.tokens:
                 continue
-            for phase in shown:
-                width = 1e3 * spent.per_token(phase)
+            for phase in phases:
+                width = 1e3 * spent.seconds.get(phase, 0.0) / spent.tokens
                 colour = INKS.get(phase, INKS["axis"])[0]
                 label = phase if panel is axes[0] and place == 0 else None
-                panel.barh(place, width, left=left, height=0.68, color=colour, label=label)
+                panel.barh(place, width, left=left, height=0.66, color=colour, label=label)
                 left += width
             panel.text(left + 0.015 * longest, place, f"{left:.2f}", va="center", fontsize=8)
         panel.set(title=comparison.setting(rule), xlabel="milliseconds per token", xlim=(0, 1.17 * longest))
         panel.set_yticks(range(len(names)), names)
         panel.tick_params(axis="y", length=0)
         panel.grid(visible=False, axis="y")
-    axes[0].invert_yaxis()
-    figure.legend(loc="outside lower center", ncols=len(shown), handlelength=1.2, handleheight=0.9)
+    axes[0].set_ylim(len(names) - 0.4, -0.6)
+    figure.legend(loc="outside lower center", ncols=len(phases), handlelength=1.2, handleheight=0.9)
     title = f"Where the time goes, {target}"
     caption = "Time per generated token by phase, all tasks together, prefill included."
     return Drawing(f"seconds-{comparison.file_name(target)}", title, caption, figure)
 
 
 def temperatures(comparison: Comparison, target: str, look: Look) -> Drawing | None:
-    """Acceptance length predicted at every draft temperature tried, the best one ringed."""
+    """Draw the acceptance length predicted at every draft temperature, the best one ringed, one-hot drafts at 0."""
     entries = [e for e in comparison.of(target) if len(e.about.temperatures) > 1]
     tried = {rule for e in entries for point in e.about.temperatures for rule in point.acceptance_length}
     rules = [rule for rule in RULES if rule in tried]
     if not rules:
         return None
     figure, axes = panels(entries, len(rules), height=2.5, sharex=True)
+    one_hot = False
     for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
         for panel, rule in zip(row, rules, strict=True):
             for entry in members:
@@ -151,20 +190,27 @@ def temperatures(comparison: Comparison, target: str, look: Look) -> Drawing | N
                 best = entry.about.best_draft_temperature.get(rule)
                 if best in points:
                     panel.plot(best, points[best], "o", ms=11, mfc="none", mec=style.colour, mew=1.4)
+                hot = entry.average(rule, "one-hot")
+                if hot is not None and hot.draft_temperature not in points:
+                    at = (hot.draft_temperature, hot.predicted_length.value)
+                    panel.plot(*at, style.marker, ms=5.5, mfc="none", mec=style.colour, mew=1.4)
+                    one_hot = True
             panel.set(title=f"{kind}, {rule} verification")
+            panel.margins(y=0.12)
         row[0].set_ylabel("predicted τ")
     for panel in axes[-1]:
         panel.set_xlabel("draft temperature")
     legend(figure, entries, look)
     title = f"Draft temperature, {target}"
     caption = (
-        "Acceptance length predicted from target paths, mean over the tasks. A ring marks the best temperature tried."
+        "Acceptance length predicted from the target's own texts, mean over the tasks. A ring marks the best "
+        "temperature tried." + (" Open markers at 0 are one-hot drafts." if one_hot else "")
     )
     return Drawing(f"temperature-{comparison.file_name(target)}", title, caption, figure)
 
 
 def dynamics(comparison: Comparison, target: str, look: Look) -> Drawing | None:
-    """Token accuracy and accepted draft length over training."""
+    """Draw token accuracy and accepted draft length over training."""
     entries = [e for e in comparison.of(target) if e.dynamics]
     if not entries:
         return None
@@ -182,23 +228,17 @@ def dynamics(comparison: Comparison, target: str, look: Look) -> Drawing | None:
         panel.set_xlabel("epoch")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     legend(figure, entries, look)
+    measured = {(e.dynamics.num_texts, e.dynamics.num_blocks) for e in entries if e.dynamics}
+    blocks = " or ".join(f"{num_blocks:,} blocks of {num_texts:,}" for num_texts, num_blocks in sorted(measured))
     title = f"Training dynamics, {target}"
     caption = (
-        "Checkpoints on fixed blocks of training texts, block verification; correction and bonus tokens do not count."
+        f"Checkpoints on the same {blocks} training texts. Left: how often the drafter's most probable token is the "
+        "text's. Right: drafted tokens kept under block verification; correction and bonus tokens do not count."
     )
     return Drawing(f"dynamics-{comparison.file_name(target)}", title, caption, figure)
 
 
-def pooled_retention(entry: Entry, rule: Rule) -> list[float]:
-    """Pr(accepted >= i) for i = 0 .. B over the rounds of all tasks."""
-    cells = entry.cells(rule, "paper")
-    num_rounds = sum(cell.num_rounds for cell in cells)
-    longest = max(len(cell.retention) for cell in cells)
-    kept = [sum(c.num_rounds * c.retention[i] for c in cells if i < len(c.retention)) for i in range(longest)]
-    return [1.0, *(k / num_rounds if num_rounds else 0.0 for k in kept)]
-
-
 def _measured(comparison: Comparison, target: str) -> tuple[list[Rule], list[Entry]]:
-    """Rules and drafters with cells at the paper's draft temperature."""
+    """Return the rules and drafters that have cells at the paper's draft temperature."""
     entries = [e for e in comparison.of(target) if any(e.cells(rule, "paper") for rule in RULES)]
     return [rule for rule in RULES if any(e.cells(rule, "paper") for e in entries)], entries

@@ -1,26 +1,134 @@
-"""The result in words: what the drafter accepts per call, and how much more that is than with cross-entropy."""
+"""What was shown, in a few sentences: predicted lengths first, then measured ones, then speed, each with its interval.
 
+A gain is printed only where its interval leaves no doubt about its sign: the interval of the paired ratio if the
+evaluation has one, otherwise the two separate intervals, which must not overlap.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from blockdraft.evaluation.results import Average
-from blockdraft.reports.merging import Comparison, Entry
+from blockdraft.evaluation.results import Average, Interval
+from blockdraft.reports.comparison import Comparison, Entry, Quantity
 from blockdraft.verification import RULES, Rule
+
+BUDGET = ("data", "batch", "optimizer")
+"""Sections of a recipe that must agree for a comparison of objectives to be one of objectives alone."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """By how much one drafter is ahead of another one.
+
+    ratio: of the two means; 1 is no difference. settled: whether there is no doubt which drafter is ahead.
+    basis: what that rests on, in words. span: the 95% interval of the gain, if it is known.
+    """
+
+    ratio: float
+    settled: bool
+    basis: str
+    span: str | None = None
+
+    @classmethod
+    def paired(cls, ratio: Interval) -> "Gain":
+        """Take the ratio of two means over the same resampled prompts."""
+        if ratio.low == ratio.high:
+            return cls(ratio.value, False, TOO_FEW)
+        span = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
+        return cls(ratio.value, ratio.low > 1 or ratio.high < 1, f"95% interval {span}", span)
+
+    @classmethod
+    def unpaired(cls, new: Interval, old: Interval) -> "Gain":
+        """Compare two means of which only their own intervals are known."""
+        ratio = new.value / old.value if old.value else float("nan")
+        if new.low == new.high or old.low == old.high:
+            return cls(ratio, False, TOO_FEW)
+        apart = new.low > old.high or new.high < old.low
+        return cls(ratio, apart, f"their 95% intervals {'do not ' if apart else ''}overlap")
+
+    @property
+    def figure(self) -> str | None:
+        """The gain in percent, or None if it is not settled."""
+        return f"{self.ratio - 1:+.1%}" if self.settled else None
+
+    def __str__(self) -> str:
+        return f"{self.figure or 'undecided'} ({self.basis})"
+
+
+TOO_FEW = "too few prompts for an interval"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One quantity of a drafter, beside that of the baseline if there is one. what: a heading for it."""
+
+    what: str
+    unit: str
+    new: Interval
+    old: Interval | None
+    gain: Gain | None
 
 
 @dataclass(frozen=True)
 class Headline:
-    """One kind of drafter on one target. gain: over CE, None if there is nothing to compare with."""
+    """What was shown of one kind of drafter on one target.
+
+    new, old: labels of the drafter and of the baseline, None if there is none.
+    findings: predicted length, measured length, speed-up. note: what a reader must know beside.
+    """
 
     target: str
     kind: str
     setting: str
-    entry: Entry
-    sentence: str
-    gain: float | None
+    new: str
+    old: str | None
+    findings: tuple[Finding, Finding, Finding]
+    note: str | None
+
+    @property
+    def figure(self) -> str:
+        """What is printed large: the gain in predicted length, if it is settled, or the predicted length alone."""
+        first = self.findings[0]
+        return (first.gain.figure or "undecided") if first.gain else f"{first.new.value:.2f}"
+
+    @property
+    def settled(self) -> bool:
+        """Whether the large figure is a number."""
+        gain = self.findings[0].gain
+        return gain is None or gain.settled
+
+    @property
+    def claim(self) -> str:
+        """What the large figure is."""
+        who = f"with {self.new}" if self.old is None else f"{self.new} over {self.old}"
+        return f"predicted tokens per verification call, {who}"
+
+    @property
+    def basis(self) -> str:
+        """What the large figure rests on."""
+        first = self.findings[0]
+        return first.gain.basis if first.gain else f"95% interval {first.new.low:.2f} to {first.new.high:.2f}"
+
+    @property
+    def sentences(self) -> list[str]:
+        """The findings in words."""
+        shown = [_with(found.new, found.unit) for found in self.findings]
+        said = [
+            f"Predicted from the target's own texts, {self.new} yields {shown[0]} tokens per verification call",
+            f"Measured in decoding, {self.new} yields {shown[1]}",
+            f"Decoding with {self.new} is {shown[2]} as fast as without a drafter",
+        ]
+        for number, (joint, found) in enumerate(zip((" and", " and", ", with"), self.findings, strict=True)):
+            if found.old is not None:
+                said[number] += f"{joint} {self.old} {_with(found.old, found.unit)}: {found.gain}"
+        return [*(f"{sentence}." for sentence in said), *([self.note] if self.note else [])]
+
+    def __str__(self) -> str:
+        return f"{self.target}, {self.kind}, {self.setting}. {' '.join(self.sentences)}"
 
 
 def headlines(comparison: Comparison) -> list[Headline]:
-    """For every target and kind: BV against CE if both are there, else the best drafter against CE, else it alone."""
+    """Compare BV with CE for every target and kind, among drafters that were trained alike; else say what one does."""
     found = []
     for target in comparison.targets:
         for kind in comparison.kinds:
@@ -28,29 +136,74 @@ def headlines(comparison: Comparison) -> list[Headline]:
             rule = max((r for r in RULES if any(e.average(r, "paper") for e in entries)), key=RULES.index, default=None)
             if rule is not None:
                 measured = [(e, a) for e in entries if (a := e.average(rule, "paper")) is not None]
-                found.append(_headline(comparison, rule, measured))
+                found += [_headline(comparison, rule, group) for group in _alike(measured)]
     return found
 
 
-def _headline(comparison: Comparison, rule: Rule, measured: list[tuple[Entry, Average]]) -> Headline:
-    exact = [m for m in measured if m[0].about.label == "BV"]
-    new, of_new = _best(exact or [m for m in measured if m[0].about.objective == "bv"] or measured)
-    baselines = [m for m in measured if m[0].about.label == "CE" and m[0] is not new]
-    text = f"{new.label} accepts {of_new.acceptance_length.value:.2f} tokens per verification call"
-    gain = None
-    if baselines:
-        old, of_old = _best(baselines)
-        before, after = of_old.acceptance_length, of_new.acceptance_length
-        gain = after.value / before.value - 1
-        text += f", {old.label} {before.value:.2f}: {gain:+.1%}."
-        if after.low <= before.high and before.low <= after.high:
-            text += " Their 95% intervals overlap."
-        faster, then = of_new.speedup.value, of_old.speedup.value
-        text += f" Decoding is {faster:.2f}× as fast as without a drafter, with {old.label} {then:.2f}×."
-    else:
-        text += f" and decodes {of_new.speedup.value:.2f}× as fast as the target alone."
-    return Headline(new.target, new.kind, comparison.setting(rule), new, text, gain)
+Measured = Sequence[tuple[Entry, Average]]
 
 
-def _best(measured: list[tuple[Entry, Average]]) -> tuple[Entry, Average]:
-    return max(measured, key=lambda m: m[1].acceptance_length.value)
+def _alike(measured: Measured) -> list[Measured]:
+    """Group drafters by training budget and seed, or not at all if that would leave BV without a CE to compare with."""
+    groups: list[tuple[Any, list[tuple[Entry, Average]]]] = []
+    for each in measured:
+        key = _budget(each[0]), (each[0].about.recipe or {}).get("seed")
+        same = next((group for other, group in groups if other == key), None)
+        if same is None:
+            groups.append((key, [each]))
+        else:
+            same.append(each)
+
+    def comparable(group: Measured) -> bool:
+        labels = {entry.about.label for entry, _ in group}
+        return "CE" in labels and any(label.startswith("BV") for label in labels)
+
+    split: list[Measured] = [group for _, group in groups]
+    return [measured] if comparable(measured) and not any(map(comparable, split)) else split
+
+
+def _budget(entry: Entry) -> dict[str, Any]:
+    return {section: (entry.about.recipe or {}).get(section) for section in BUDGET}
+
+
+def _headline(comparison: Comparison, rule: Rule, group: Measured) -> Headline:
+    new, of_new = _best(group)
+    baselines = [m for m in group if m[0].about.label == "CE" and m[0] is not new]
+    old, of_old = max(baselines, key=lambda m: m[1].predicted_length.value, default=(None, None))
+
+    def finding(what: str, quantity: Quantity, unit: str = "") -> Finding:
+        ours: Interval = getattr(of_new, quantity)
+        if old is None:
+            return Finding(what, unit, ours, None, None)
+        theirs: Interval = getattr(of_old, quantity)
+        ratio = new.over(old, rule, "paper", quantity)
+        gain = Gain.unpaired(ours, theirs) if ratio is None else Gain.paired(ratio)
+        return Finding(what, unit, ours, theirs, gain)
+
+    findings = (
+        finding("Tokens per call, predicted", "predicted_length"),
+        finding("Tokens per call, measured", "acceptance_length"),
+        finding("Speed-up", "speedup", "×"),
+    )
+    differ = [section for section in BUDGET if old and _budget(new)[section] != _budget(old)[section]]
+    note = f"They were trained differently ({', '.join(differ)}), so the loss is not all that differs."
+    return Headline(
+        new.target,
+        new.kind,
+        comparison.setting(rule),
+        new.label,
+        old.label if old else None,
+        findings,
+        note if differ else None,
+    )
+
+
+def _best(group: Measured) -> tuple[Entry, Average]:
+    """Take BV if there is one, else a variant of BV, else any; of several the one with the largest predicted length."""
+    exact = [m for m in group if m[0].about.label == "BV"]
+    variants = [m for m in group if m[0].about.label.startswith("BV")]
+    return max(exact or variants or group, key=lambda m: m[1].predicted_length.value)
+
+
+def _with(estimate: Interval, unit: str = "") -> str:
+    return f"{estimate.value:.2f}{unit} [{estimate.low:.2f}, {estimate.high:.2f}]"

@@ -1,67 +1,157 @@
-"""The report as one HTML file that needs nothing else."""
+"""The report: one HTML file that needs nothing else, and its folder with the tables and figures as files."""
 
-import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
-from string import Template
+from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from blockdraft.reports.drawing import Drawing
-from blockdraft.reports.explorer import explorer
+from blockdraft.evaluation.results import Trace, TracedRound, TracedToken
+from blockdraft.files import atomic_write
+from blockdraft.reports.comparison import GROUPS, Comparison, Entry, LoadedEvaluation, read_evaluations
+from blockdraft.reports.figures import figures
 from blockdraft.reports.headlines import Headline, headlines
-from blockdraft.reports.inks import css, styles
-from blockdraft.reports.merging import GROUPS, Comparison, LoadedEvaluation
+from blockdraft.reports.paper_tables import tables
+from blockdraft.reports.style import Drawing, Look, css, styles
 from blockdraft.reports.table import Column, Table, TableRow, plain
 
 
-def page(comparison: Comparison, tables: Sequence[Table], drawings: Iterable[Drawing]) -> str:
-    """HTML. All text is escaped, styles and script are inlined, data is JSON that no markup can leave."""
-    traced = explorer(comparison, styles(comparison))
-    found = headlines(comparison)
-    return Template(_asset("report.html")).substitute(
-        title=html.escape(f"blockdraft report: {', '.join(comparison.targets)}"),
-        targets=html.escape(", ".join(comparison.targets)),
-        css=css() + _asset("report.css"),
-        js=_asset("report.js"),
-        headlines="\n".join(map(_card, found)),
-        notes="".join(f'<p class="note">{html.escape(note)}</p>' for note in comparison.differences),
-        main=_section(tables[0]) if tables else "",
-        explorer=_asset("explorer.html") if traced else "<p>These evaluations recorded no traces.</p>",
-        figures="\n".join(map(_figure, drawings)),
-        tables="\n".join(map(_section, tables[1:])),
-        settings="\n".join(
-            [*map(_section, (_tasks(comparison), _drafters(comparison))), *map(_about, comparison.evaluations)]
-        ),
-        data=json.dumps(traced, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c"),
-    )
+@dataclass(frozen=True)
+class ReportFiles:
+    """What was written: the page, the files of tables and figures, the tables themselves and the results in words."""
+
+    page: Path
+    table_files: list[Path]
+    figure_files: list[Path]
+    tables: list[Table]
+    headlines: list[Headline]
 
 
-def _card(headline: Headline) -> str:
-    gain = "" if headline.gain is None else f'<p class="gain">{headline.gain:+.1%}</p>'
-    where = html.escape(f"{headline.target} · {headline.kind} · {headline.setting}")
-    return f'<article class="card"><p class="where">{where}</p>{gain}<p>{html.escape(headline.sentence)}</p></article>'
+def write_report(
+    folders: Sequence[str | Path], out: str | Path, on_file: Callable[[Path], None] = lambda _: None
+) -> ReportFiles:
+    """Read evaluations, write ``out/report.html``, ``out/tables`` and ``out/figures``.
+
+    Args:
+        folders: of evaluations, each with a ``results.json`` and perhaps a ``traces.json``.
+        out: made if it is not there; files of the same names are replaced.
+        on_file: called with each file after it was written.
+    """
+    comparison, out = read_evaluations(folders), Path(out)
+    table_files: list[Path] = []
+    figure_files: list[Path] = []
+
+    def write(file: Path, content: str | bytes, written: list[Path]) -> None:
+        with atomic_write(file) as unfinished:
+            unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        written.append(file)
+        on_file(file)
+
+    found = tables(comparison)
+    for table in found:
+        for ending, content in (("md", table.markdown()), ("tex", table.latex()), ("csv", table.csv())):
+            write(out / "tables" / f"{table.name}.{ending}", content, table_files)
+    drawings: list[Drawing] = []
+    for drawing in figures(comparison):
+        write(out / "figures" / f"{drawing.name}.png", drawing.png(), figure_files)
+        write(out / "figures" / f"{drawing.name}.svg", drawing.svg(), figure_files)
+        drawings.append(drawing)
+    write(out / "report.html", page(comparison, found, drawings), [])
+    return ReportFiles(out / "report.html", table_files, figure_files, found, headlines(comparison))
 
 
-def _section(table: Table) -> str:
-    title, caption = html.escape(table.title), html.escape(table.caption)
+def page(comparison: Comparison, tables: Sequence[Table], drawings: Sequence[Drawing]) -> str:
+    """Write the HTML: all text is escaped, styles and script are inlined, data is JSON that no markup can leave."""
     return (
-        f'<section id="{table.name}" class="table"><h3>{title}</h3>\n<p class="caption">{caption}</p>\n'
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">{table.html()}</div></section>'
+        _environment()
+        .get_template("report.html")
+        .render(
+            targets=", ".join(comparison.targets),
+            variables=css(),
+            headlines=headlines(comparison),
+            notes=comparison.differences,
+            tables=tables,
+            drawings=drawings,
+            settings=(_tasks(comparison), _drafters(comparison)),
+            evaluations=comparison.evaluations,
+            traces=explorer(comparison, styles(comparison)),
+        )
     )
 
 
-def _figure(drawing: Drawing) -> str:
-    title = html.escape(drawing.title)
-    points = 72 * drawing.figure.get_figwidth()
-    attributes = f'role="img" aria-label="{title}" style="--points: {points:.0f}"'
-    picture = drawing.inline().replace("<svg ", f"<svg {attributes} ", 1)
-    return (
-        f'<figure id="{drawing.name}"><figcaption><h3>{title}</h3><p class="caption">{html.escape(drawing.caption)}</p>'
-        f'</figcaption>\n<div class="scroll" tabindex="0" role="region" aria-label="{title}">{picture}</div></figure>'
-    )
+def table_html(table: Table) -> str:
+    """Write a ``<table>``; intervals show when the pointer rests on a number."""
+    return str(_environment().get_template("table.html").module.grid(table))  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class TracedText:
+    """A prompt and what every drafter did with it."""
+
+    target: str
+    task: str
+    id: str
+    prompt: str
+    traces: list[tuple[Entry, Trace]]
+
+
+def traced_texts(comparison: Comparison) -> list[TracedText]:
+    """Return the traced prompts, each once, with the drafters of all evaluations that traced it."""
+    found: dict[tuple[str, ...], TracedText] = {}
+    for evaluation in comparison.evaluations:
+        entries = {e.about.name: e for e in comparison.entries if e.evaluation is evaluation}
+        for traced in evaluation.traces.prompts if evaluation.traces else []:
+            for trace in traced.traces:
+                if trace.drafter in entries:
+                    entry = entries[trace.drafter]
+                    key = (entry.target, traced.task, traced.id, traced.prompt)
+                    found.setdefault(key, TracedText(*key, [])).traces.append((entry, trace))
+    return list(found.values())
+
+
+def explorer(comparison: Comparison, look: Look) -> list[dict[str, Any]]:
+    """Return what the block explorer needs, as plain values: prompts with the rounds of every drafter and rule."""
+    titles = {t: {task.name: task.title for task in comparison.tasks(t)} for t in comparison.targets}
+    return [
+        {
+            "target": text.target,
+            "task": titles[text.target].get(text.task, text.task),
+            "id": text.id,
+            "prompt": text.prompt,
+            "traces": [
+                {
+                    "drafter": entry.title,
+                    "ink": look(entry).ink,
+                    "size": entry.about.num_proposals,
+                    "rule": trace.rule,
+                    "temperature": trace.draft_temperature,
+                    "first": trace.first_text,
+                    "rounds": [_round(r) for r in trace.rounds],
+                }
+                for entry, trace in text.traces
+            ],
+        }
+        for text in traced_texts(comparison)
+    ]
+
+
+def _round(record: TracedRound) -> dict[str, Any]:
+    return {
+        "tokens": [_token(token) for token in record.drafted],
+        "kept": record.accepted,
+        "tokenKept": record.token_accepted,
+        "next": record.next_text,
+    }
+
+
+def _token(token: TracedToken) -> list[Any]:
+    """Give text; p, q, alpha, threshold, coin, rounded; whether the coin succeeds, which rounding must not change."""
+    numbers = (token.p, token.q, token.alpha, token.threshold, token.coin)
+    return [token.text, *(float(f"{n:.6g}") for n in numbers), int(token.coin < token.threshold)]
 
 
 def _tasks(comparison: Comparison) -> Table:
@@ -90,34 +180,40 @@ def _drafters(comparison: Comparison) -> Table:
         rows.append(TableRow((entry.target, entry.kind, entry.label), values))
     heads = ("Parameters", "Layers", "Proposals", "Step", "Best draft T", "Path")
     columns = tuple(Column((head,), head.lower()) for head in heads)
-    return Table("drafters", "Drafters", "", ("Target", "Drafter", "Loss"), columns, tuple(rows))
+    caption = "Step and path tell which checkpoint of a run was evaluated."
+    return Table("drafters", "Drafters", caption, ("Target", "Drafter", "Loss"), columns, tuple(rows))
 
 
-def _about(evaluation: LoadedEvaluation) -> str:
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("blockdraft.reports", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals["asset"] = _asset
+    environment.filters |= {"facts": _facts, "shown": _shown, "yaml": lambda v: yaml.safe_dump(v, sort_keys=False)}
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
+    return environment
+
+
+def _asset(name: str) -> str:
+    return files("blockdraft.reports").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _facts(evaluation: LoadedEvaluation) -> list[tuple[str, dict[str, Any]]]:
+    """List what is known of an evaluation, under headings."""
     results = evaluation.results
     known = {"folder": str(evaluation.folder), "target": results.target, "fingerprint": results.target_fingerprint}
-    lists = (("LoadedEvaluation", known), ("Settings", results.settings), ("Provenance", results.provenance))
-    parts = "".join(f"<h4>{title}</h4>{_definitions(values)}" for title, values in lists)
-    recipes = "".join(
-        f"<h4>Recipe of {html.escape(d.name)}</h4><pre>{html.escape(yaml.safe_dump(d.recipe, sort_keys=False))}</pre>"
-        for d in results.drafters
-        if d.recipe
-    )
-    return f"<details><summary>{html.escape(evaluation.name)}</summary>{parts}{recipes}</details>"
-
-
-def _definitions(values: dict[str, Any]) -> str:
-    rows = "".join(f"<dt>{html.escape(str(k))}</dt><dd>{html.escape(_shown(v))}</dd>" for k, v in values.items())
-    return f"<dl>{rows}</dl>"
+    return [("Evaluation", known), ("Settings", results.settings), ("Provenance", results.provenance)]
 
 
 def _shown(value: Any) -> str:
+    """Write a setting for a reader."""
     if value is None:
         return "–"
     if isinstance(value, list):
         return ", ".join(map(_shown, value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _asset(name: str) -> str:
-    return files("blockdraft.reports").joinpath("assets", name).read_text(encoding="utf-8")

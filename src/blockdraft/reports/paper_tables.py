@@ -1,11 +1,16 @@
-"""The paper's tables from whatever was evaluated; what is missing is an en dash, and an empty table is left out."""
+"""The paper's tables, and a few more, from whatever was evaluated.
+
+What was not measured is an en dash; a table with nothing to show is left out. The paper's layouts are those of
+`main`, `token_verification`, `annealing`, and `full` for each target.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
-from blockdraft.evaluation.results import Average, Cell
-from blockdraft.reports.merging import GROUPS, Choice, Comparison, Entry, rank, slug
-from blockdraft.reports.seconds import autoregressive, phases, speculative
+from blockdraft.evaluation.results import Average, Cell, Choice, Interval
+from blockdraft.reports.comparison import GROUPS, Comparison, Entry, Quantity, Retention, Spent, slug
+from blockdraft.reports.headlines import Gain
 from blockdraft.reports.table import (
     MISSING,
     CellValue,
@@ -16,6 +21,7 @@ from blockdraft.reports.table import (
     best_in_rows,
     length,
     plain,
+    share,
     times,
     with_interval,
 )
@@ -24,6 +30,11 @@ from blockdraft.verification import RULES, Rule
 ABLATION = {"CE": "Baseline (CE)", "BV w/o annealing": "BV w/o annealing", "BV": "BV with annealing"}
 COUNTED = "τ counts tokens per verification call, correction or bonus token included."
 BEST = "Bold is the best of a column within a target."
+COMPARED: dict[Quantity, str] = {
+    "predicted_length": "τ predicted",
+    "acceptance_length": "τ measured",
+    "speedup": "Speed-up",
+}
 
 
 @dataclass(frozen=True)
@@ -36,50 +47,85 @@ class Metric:
     of: Callable[[Average | Cell], CellValue]
 
     def column(self, heads: tuple[str, ...], key: str = "") -> Column:
-        """Under some headings."""
+        """Make a column of it, under some headings."""
         return Column((*heads, self.head), "_".join(filter(None, (key, self.key))), self.interval)
 
     def value(self, measured: Average | Cell | None) -> CellValue:
-        """Or an en dash."""
+        """Take it from a measurement; an en dash if there is none."""
         return MISSING if measured is None else self.of(measured)
 
 
 TAU = Metric("τ", "tau", True, lambda m: length(m.acceptance_length))
+PREDICTED = Metric("τ predicted", "predicted_tau", True, lambda m: length(m.predicted_length))
 SPEEDUP = Metric("Speed-up", "speedup", True, lambda m: times(m.speedup))
 DRAFT_TEMPERATURE = Metric("Draft T", "draft_temperature", False, lambda m: plain(m.draft_temperature, "{:g}"))
 LENGTHS = (
     DRAFT_TEMPERATURE,
-    Metric("Drafts only", "draft_length", True, lambda m: with_interval(m.draft_length)),
-    Metric("Whole blocks", "whole_block_rate", False, lambda m: plain(m.whole_block_rate, "{:.1%}")),
     Metric("τ predicted", "predicted_tau", True, lambda m: with_interval(m.predicted_length)),
     Metric("τ measured", "tau", True, lambda m: with_interval(m.acceptance_length)),
+    Metric("Drafts only", "draft_length", True, lambda m: with_interval(m.draft_length)),
+    Metric("Whole blocks", "whole_block_rate", False, lambda m: plain(m.whole_block_rate, "{:.1%}")),
 )
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """All that have something to show, the main one first."""
-    found = [main(comparison), best_temperature(comparison), token_verification(comparison), annealing(comparison)]
+    """Make all that have something to show, the main one first."""
+    found = [main(comparison), gains(comparison), best_temperature(comparison), one_hot(comparison)]
+    found += [token_verification(comparison), annealing(comparison)]
     found += [full(comparison, target) for target in comparison.targets]
+    found += [retention(comparison, target) for target in comparison.targets]
     found += [lengths(comparison), seconds(comparison)]
     return [table for table in found if any(v != MISSING for row in table.rows for v in row.values)]
 
 
 def main(comparison: Comparison) -> Table:
-    """Mean acceptance length and speed-up, greedy and block verification: rows are losses, columns drafters."""
+    """Show mean acceptance length and speed-up, greedy and block verification: rows are losses, columns drafters."""
     columns, rows = _losses_by_drafters(comparison, ("greedy", "block"), "paper", (TAU, SPEEDUP))
     caption = f"Means over the tasks. {COUNTED} Speed-up is over autoregressive decoding in the same run. {BEST}"
     return Table("main", "Main results", caption, ("Target", "Loss"), columns, rows)
 
 
+def gains(comparison: Comparison) -> Table:
+    """Show every drafter over its baseline, where an evaluation compared them prompt by prompt."""
+    rows = []
+    for target, rule, choice in _settings(comparison):
+        for entry in comparison.of(target):
+            for other in comparison.baselines(entry):
+                ratios = [entry.over(other, rule, choice, what) for what in COMPARED]
+                if any(ratios):
+                    values = tuple(map(_gain, ratios))
+                    labels = (target, comparison.setting(rule, choice), entry.title, other.title)
+                    rows.append(TableRow(labels, values))
+    columns = tuple(Column((head,), f"{what}_gain", interval=True) for what, head in COMPARED.items())
+    caption = (
+        "Gain in the mean over the tasks, with the 95% interval of a paired bootstrap: both drafters are compared on "
+        "the same resampled prompts. Where the interval contains zero, no gain is printed."
+    )
+    labels = ("Target", "Setting", "Drafter", "Over")
+    return Table("gains", "Gains over a baseline", caption, labels, columns, tuple(rows))
+
+
 def best_temperature(comparison: Comparison) -> Table:
-    """The same at the draft temperature that suits each drafter best."""
+    """Show the main quantities at the draft temperature that suits each drafter best."""
     columns, rows = _losses_by_drafters(comparison, ("block", "token"), "best", (DRAFT_TEMPERATURE, TAU, SPEEDUP))
-    caption = f"Each drafter at the draft temperature where its predicted acceptance length is largest. {BEST}"
+    caption = (
+        f"Each drafter at the draft temperature where its predicted acceptance length is largest. {COUNTED} {BEST}"
+    )
     return Table("best-temperature", "Best draft temperature", caption, ("Target", "Loss"), columns, rows)
 
 
+def one_hot(comparison: Comparison) -> Table:
+    """Show the main quantities with one-hot drafts under a sampling target."""
+    columns, rows = _losses_by_drafters(comparison, ("block", "token"), "one-hot", (PREDICTED, TAU, SPEEDUP))
+    caption = (
+        "The target samples, the drafter proposes its most probable token (draft temperature 0), so each token is kept "
+        f"with the probability that the target gives it. Engines do this by default. {COUNTED} {BEST}"
+    )
+    return Table("one-hot", "One-hot drafts", caption, ("Target", "Loss"), columns, rows)
+
+
 def token_verification(comparison: Comparison) -> Table:
-    """Mean acceptance length under token verification: rows are drafters, columns losses."""
+    """Show mean acceptance length under token verification: rows are drafters, columns losses."""
     measured = {e.label for e in comparison.entries if e.average("token", "paper")}
     labels = [label for label in comparison.labels() if label in measured]
     heading = f"τ, {comparison.setting('token')}"
@@ -94,7 +140,7 @@ def token_verification(comparison: Comparison) -> Table:
 
 
 def annealing(comparison: Comparison) -> Table:
-    """CE, BV without and with annealing, for targets that have a drafter without."""
+    """Show CE, BV without and with annealing, for targets that have a drafter without."""
     entries = [e for e in comparison.entries if e.about.label in ABLATION]
     targets = {e.target for e in entries if e.about.label == "BV w/o annealing"}
     rules = _present(comparison, ("greedy", "block"), "paper")
@@ -103,7 +149,7 @@ def annealing(comparison: Comparison) -> Table:
         Column((t, k, comparison.setting(r).partition(" ")[0]), f"{slug(t, '_')}_{k.lower()}_{r}_tau", interval=True)
         for t, k, r in places
     )
-    compared = sorted((e for e in entries if e.target in targets), key=rank)
+    compared = sorted((e for e in entries if e.target in targets), key=lambda e: e.rank)
     titles = {e.label: e.label.replace(e.about.label, ABLATION[e.about.label], 1) for e in compared}
     rows = []
     for label, title in titles.items():
@@ -115,7 +161,7 @@ def annealing(comparison: Comparison) -> Table:
 
 
 def full(comparison: Comparison, target: str) -> Table:
-    """Every task of one target, under every rule."""
+    """Show every task of one target, under every rule."""
     tasks = comparison.tasks(target)
     metrics = (SPEEDUP, TAU)
     columns = [
@@ -135,19 +181,43 @@ def full(comparison: Comparison, target: str) -> Table:
     return Table(name, title, caption, labels, tuple(columns), best_in_columns(rows, 2))
 
 
+def retention(comparison: Comparison, target: str) -> Table:
+    """Show how often a draft is kept up to every position, task by task, the pooled rounds of all tasks last."""
+    entries = comparison.of(target)
+    rule = max((r for r in RULES if any(e.cells(r, "paper") for e in entries)), key=RULES.index, default=RULES[0])
+    entries = [e for e in entries if e.cells(rule, "paper")]
+    tasks: list[tuple[str, str | None]] = [(task.title, task.name) for task in comparison.tasks(target)]
+    tasks += [("All tasks pooled", None)] if len(tasks) > 1 else []
+    longest = max((e.about.num_proposals for e in entries), default=1)
+    rows = []
+    for title, task in tasks:
+        for entry in entries:
+            found = entry.retention(rule, task)
+            rows.append(TableRow((title, entry.kind, entry.label), _retained(found, longest)))
+    places = tuple(Column(("Kept up to position", str(i)), f"kept_{i}") for i in range(1, longest + 1))
+    columns = (Column(("Rounds",), "rounds"), Column(("Drafts only",), "draft_length"), *places)
+    caption = (
+        f"{comparison.setting(rule)}: the share of rounds that kept every drafted token up to a position. Drafts only: "
+        "the sum of these shares, which is the mean number of drafted tokens kept. Bold is the best of a column within "
+        "a task and drafter."
+    )
+    name, title = f"retention-{comparison.file_name(target)}", f"Retention by position, {target}"
+    return Table(name, title, caption, ("Task", "Drafter", "Loss"), columns, best_in_columns(rows, 2))
+
+
 def lengths(comparison: Comparison) -> Table:
-    """How long drafts live, and how well target paths predict it."""
+    """Show how many tokens a call yields, predicted and measured, at every choice of draft temperature."""
     rows = []
     for target, rule, choice in _settings(comparison):
-        setting = comparison.setting(rule) + (", best draft T" if choice == "best" else "")
         for entry in comparison.of(target):
             average = entry.average(rule, choice)
             if average is not None:
                 values = tuple(metric.value(average) for metric in LENGTHS)
-                rows.append(TableRow((target, setting, entry.kind, entry.label), values))
+                rows.append(TableRow((target, comparison.setting(rule, choice), entry.kind, entry.label), values))
     caption = (
-        "Means over the tasks with 95% intervals (bootstrap over prompts). Drafts only: without correction and bonus "
-        "tokens. Whole blocks: rounds that kept every proposal. Predicted: from target paths, without decoding."
+        "Means over the tasks with 95% intervals (bootstrap over prompts). Predicted: from the target's own texts, "
+        "without the luck of decoding. Drafts only: without correction and bonus tokens. Whole blocks: rounds that "
+        "kept every proposal."
     )
     columns = tuple(metric.column(()) for metric in LENGTHS)
     labels = ("Target", "Setting", "Drafter", "Loss")
@@ -155,16 +225,17 @@ def lengths(comparison: Comparison) -> Table:
 
 
 def seconds(comparison: Comparison) -> Table:
-    """Where the time goes, all tasks together, beside autoregressive decoding."""
-    timed = []
+    """Show where the time goes, all tasks together, beside autoregressive decoding."""
+    timed: list[tuple[tuple[str, ...], Spent]] = []
     for target, rule, choice in _settings(comparison):
         if choice == "paper":
             entries = [e for e in comparison.of(target) if e.cells(rule, "paper")]
             setting = comparison.setting(rule)
-            timed += [((target, setting, name, ""), s) for name, s in autoregressive(entries, rule).items()]
-            timed += [((target, setting, e.kind, e.label), speculative(e, rule)) for e in entries]
-    shown = phases(spent for _, spent in timed)
-    columns = [Column((phase.capitalize(),), f"{phase}_seconds") for phase in shown]
+            baselines = comparison.autoregressive(target, rule)
+            timed += [((target, setting, name, ""), spent) for name, spent in baselines.items()]
+            timed += [((target, setting, e.kind, e.label), e.spent(rule)) for e in entries]
+    phases = Spent.pooled((spent.seconds for _, spent in timed), 0).phases
+    columns = [Column((phase.capitalize(),), f"{phase}_seconds") for phase in phases]
     columns += [
         Column(("Total",), "seconds"),
         Column(("Tokens",), "tokens"),
@@ -172,7 +243,7 @@ def seconds(comparison: Comparison) -> Table:
     ]
     rows = []
     for names, spent in timed:
-        values = [plain(spent.seconds.get(phase), "{:.2f}") for phase in shown]
+        values = [plain(spent.seconds.get(phase), "{:.2f}") for phase in phases]
         values += [plain(spent.total, "{:.2f}"), plain(round(spent.tokens), "{:,}")]
         values.append(plain(spent.tokens / spent.total if spent.total else None, "{:.1f}"))
         rows.append(TableRow(names, tuple(values)))
@@ -184,7 +255,7 @@ def seconds(comparison: Comparison) -> Table:
 def _losses_by_drafters(
     comparison: Comparison, rules: tuple[Rule, ...], choice: Choice, metrics: tuple[Metric, ...]
 ) -> tuple[tuple[Column, ...], tuple[TableRow, ...]]:
-    """Rows are targets and losses; columns are rules, drafters and metrics."""
+    """Make rows of targets and losses, and columns of rules, drafters and metrics."""
     places = [(rule, kind) for rule in _present(comparison, rules, choice) for kind in comparison.kinds]
     columns = tuple(
         metric.column((comparison.setting(rule), kind), f"{rule}_{kind.lower()}")
@@ -199,18 +270,40 @@ def _losses_by_drafters(
     return columns, best_in_columns(rows, 1)
 
 
+def _gain(ratio: Interval | None) -> CellValue:
+    if ratio is None:
+        return MISSING
+    low, high = ratio.low - 1, ratio.high - 1
+    shown = Gain.paired(ratio).figure or "undecided"
+    return CellValue(f"{shown} [{low:+.1%}, {high:+.1%}]", ratio.value - 1, (low, high))
+
+
+def _retained(found: Retention, longest: int) -> tuple[CellValue, ...]:
+    """Show rounds, drafted tokens kept, and the share kept up to each position; en dashes if there was no round."""
+    if not found.num_rounds:
+        return (MISSING,) * (2 + longest)
+    kept = [share(k) for k in found.kept] + [MISSING] * (longest - len(found.kept))
+    return (plain(found.num_rounds, "{:,}"), plain(sum(found.kept), "{:.2f}"), *kept)
+
+
 def _drafters(comparison: Comparison) -> list[tuple[str, str]]:
     return list(dict.fromkeys((e.target, e.kind) for e in comparison.entries))
 
 
 def _present(comparison: Comparison, rules: tuple[Rule, ...], choice: Choice) -> list[Rule]:
-    """Those of the rules under which anything was measured."""
+    """Return those of the rules under which anything was measured."""
     return [rule for rule in rules if any(e.average(rule, choice) for e in comparison.entries)]
 
 
 def _settings(comparison: Comparison) -> list[tuple[str, Rule, Choice]]:
-    choices: tuple[Choice, ...] = ("paper", "best")
-    return [(target, rule, choice) for target in comparison.targets for rule in RULES for choice in choices]
+    """List targets, rules and choices of the draft temperature; greedy verification leaves no choice."""
+    choices: tuple[Choice, ...] = get_args(Choice)
+    return [
+        (target, rule, choice)
+        for target in comparison.targets
+        for rule in RULES
+        for choice in (choices[:1] if rule == "greedy" else choices)
+    ]
 
 
 def _average(entry: Entry | None, rule: Rule, choice: Choice) -> Average | None:

@@ -1,7 +1,6 @@
-"""A table with grouped headings and rows, as Markdown, LaTeX, CSV and HTML."""
+"""A table with grouped headings and rows, as Markdown, LaTeX and CSV; ``assets/table.html`` makes HTML of it."""
 
 import csv
-import html
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -15,9 +14,10 @@ WIDE = 11  # columns from which LaTeX shrinks a table to the width of the text
 
 @dataclass(frozen=True)
 class CellValue:
-    """A cell.
+    """A cell of a table.
 
     text: as shown. number: as computed, for CSV. interval: 95%. ranked: takes part in the search for the best one.
+    best: set by that search.
     """
 
     text: str
@@ -32,8 +32,9 @@ MISSING = CellValue("–")
 
 @dataclass(frozen=True)
 class Column:
-    """heads: its headings, the outermost first; neighbours that share one stand under it together.
+    """A column of values.
 
+    heads: its headings, the outermost first; neighbours that share one stand under it together.
     key: its name in CSV. interval: whether CSV gives ``key_low`` and ``key_high`` too.
     """
 
@@ -44,7 +45,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TableRow:
-    """Labels on the left, then one value per column."""
+    """A row: labels on the left, then one value per column."""
 
     labels: tuple[str, ...]
     values: tuple[CellValue, ...]
@@ -52,7 +53,10 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """name: of its files. labels: headings of the label columns. A label like the one above it is not repeated."""
+    """A table that knows what it says, and can be written in several forms.
+
+    name: of its files. labels: headings of the label columns. A label like the one above it is not repeated.
+    """
 
     name: str
     title: str
@@ -62,7 +66,7 @@ class Table:
     rows: tuple[TableRow, ...]
 
     def markdown(self) -> str:
-        """A GitHub table under its title; headings of several levels become lines of one cell."""
+        """Write a GitHub table under its title; headings of several levels become lines of one cell."""
         heads = [_markdown(label) for label in self.labels]
         heads += ["<br>".join(_markdown(head) for head in column.heads if head) for column in self.columns]
         lines = [heads, ["---"] * len(self.labels) + ["---:"] * len(self.columns)]
@@ -73,7 +77,7 @@ class Table:
         return f"**{_markdown(self.title)}.** {_markdown(self.caption)}\n\n{body}\n"
 
     def csv(self) -> str:
-        """Full precision, every label in every row, nothing where nothing was measured."""
+        """Write full precision, every label in every row, and nothing where nothing was measured."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         header = [label.lower().replace(" ", "_") for label in self.labels]
@@ -88,7 +92,7 @@ class Table:
         return file.getvalue()
 
     def latex(self) -> str:
-        """A ``table`` for ``\\input``, in booktabs' style; wide ones are shrunk to the width of the text."""
+        """Write a ``table`` for ``\\input``, in booktabs' style; wide ones are shrunk to the width of the text."""
         num_labels, num_columns = len(self.labels), len(self.labels) + len(self.columns)
         wide = num_columns >= WIDE
         lines = [f"% needs booktabs{' and graphicx' if wide else ''}", r"\begin{table}[t]", r"\centering", r"\small"]
@@ -96,8 +100,8 @@ class Table:
         if wide:
             lines += [r"\setlength{\tabcolsep}{3pt}", r"\resizebox{\textwidth}{!}{%"]
         lines += [f"\\begin{{tabular}}{{@{{}}{'l' * num_labels}{'r' * len(self.columns)}@{{}}}}", r"\toprule"]
-        for level in range(self._depth):
-            last = level == self._depth - 1
+        for level in range(self.depth):
+            last = level == self.depth - 1
             cells = [_latex(label) if last else "" for label in self.labels]
             rules = []
             place = num_labels + 1
@@ -118,45 +122,31 @@ class Table:
         lines += [r"\bottomrule", r"\end{tabular}" + ("}" if wide else ""), r"\end{table}"]
         return "\n".join(lines) + "\n"
 
-    def html(self) -> str:
-        """A ``<table>``; intervals show when the pointer rests on a number."""
-        head = []
-        for level in range(self._depth):
-            cells = []
-            if level == 0:
-                tall = f' rowspan="{self._depth}"' if self._depth > 1 else ""
-                cells += [f'<th scope="col" class="label"{tall}>{html.escape(label)}</th>' for label in self.labels]
-            for title, num in self._heads(level):
-                scope = f'colgroup" colspan="{num}' if num > 1 else "col"
-                cells.append(
-                    f'<th scope="{scope}">{html.escape(title)}</th>' if title else f'<td colspan="{num}"></td>'
-                )
-            head.append(f"<tr>{''.join(cells)}</tr>")
-        body = []
+    def head(self) -> list[list[tuple[str, int]]]:
+        """Return the headings of the value columns, level by level, each with the number of columns it stands over."""
+        return [self._heads(level) for level in range(self.depth)]
+
+    def body(self) -> list[tuple[bool, list[tuple[str, int]], tuple[CellValue, ...]]]:
+        """Return the rows: whether a group begins, the labels that are new with the rows each spans, the values."""
+        rows = []
         for number, (row, new) in enumerate(zip(self.rows, self._new_labels(), strict=True)):
-            cells = []
-            for level, label in enumerate(row.labels):
-                if new[level]:
-                    span = self._label_span(number, level)
-                    tall = f' rowspan="{span}"' if span > 1 else ""
-                    scope = "rowgroup" if span > 1 else "row"
-                    cells.append(f'<th scope="{scope}" class="label"{tall}>{html.escape(label)}</th>')
-            cells += [_html(value) for value in row.values]
-            starts = ' class="group"' if number and any(new[: max(1, len(new) - 1)]) and len(new) > 1 else ""
-            body.append(f"<tr{starts}>{''.join(cells)}</tr>")
-        return f"<table>\n<thead>{''.join(head)}</thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody>\n</table>"
+            labels = [(label, self._label_span(number, i)) for i, label in enumerate(row.labels) if new[i]]
+            begins = number > 0 and len(new) > 1 and any(new[:-1])
+            rows.append((begins, labels, row.values))
+        return rows
 
     @property
-    def _depth(self) -> int:
+    def depth(self) -> int:
+        """How many levels of headings there are."""
         return max(len(column.heads) for column in self.columns)
 
     def _heads(self, level: int) -> list[tuple[str, int]]:
-        """Headings of one level with the number of columns under each."""
-        padded = [("",) * (self._depth - len(c.heads)) + c.heads for c in self.columns]
+        """Return the headings of one level with the number of columns under each."""
+        padded = [("",) * (self.depth - len(c.heads)) + c.heads for c in self.columns]
         return [(heads[level], len(list(group))) for heads, group in groupby(padded, lambda h: h[: level + 1])]
 
     def _new_labels(self) -> list[list[bool]]:
-        """Which labels of each row differ from the row above, or stand right of one that does."""
+        """Tell which labels of each row differ from the row above, or stand right of one that does."""
         above: tuple[str, ...] = ()
         found = []
         for row in self.rows:
@@ -165,7 +155,7 @@ class Table:
         return found
 
     def _label_span(self, number: int, level: int) -> int:
-        """How many rows from ``number`` on share the labels up to ``level``."""
+        """Count the rows from ``number`` on that share the labels up to ``level``."""
         same = self.rows[number].labels[: level + 1]
         num = 1
         while number + num < len(self.rows) and self.rows[number + num].labels[: level + 1] == same:
@@ -174,24 +164,29 @@ class Table:
 
 
 def length(estimate: Interval) -> CellValue:
-    """Tokens, with two decimals."""
+    """Show tokens with two decimals."""
     return _ranked(estimate, "{:.2f}".format)
 
 
 def times(estimate: Interval) -> CellValue:
-    """A factor: 3.71×."""
+    """Show a factor: 3.71×."""
     return _ranked(estimate, "{:.2f}×".format)
 
 
 def with_interval(estimate: Interval) -> CellValue:
-    """Tokens and the 95% interval: 4.95 [4.80, 5.10]."""
+    """Show tokens and the 95% interval: 4.95 [4.80, 5.10]."""
     shown = f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
     return CellValue(shown, estimate.value, (estimate.low, estimate.high))
 
 
 def plain(number: float | int | str | None, form: str = "{}") -> CellValue:
-    """Anything without interval and comparison."""
+    """Show anything that has no interval and is not compared."""
     return MISSING if number is None else CellValue(form.format(number), number)
+
+
+def share(number: float) -> CellValue:
+    """Show a share of all rounds in percent, compared with its neighbours."""
+    return CellValue(f"{number:.1%}", number, ranked=True)
 
 
 def best_in_columns(rows: Sequence[TableRow], num_labels: int) -> tuple[TableRow, ...]:
@@ -218,7 +213,7 @@ def _mark(values: Sequence[CellValue]) -> list[CellValue]:
 
 
 def _shown(value: CellValue) -> float:
-    return float(value.text.rstrip("×"))
+    return float(value.text.rstrip("×%"))
 
 
 def _ranked(estimate: Interval, form: Callable[[float], str]) -> CellValue:
@@ -239,11 +234,3 @@ _LATEX = {
 def _latex(text: str) -> str:
     escaped = "".join(_LATEX.get(letter, letter) for letter in text)
     return re.sub(r"\bT=([\d.]*\d)", r"$T=\1$", escaped)
-
-
-def _html(value: CellValue) -> str:
-    shown = html.escape(value.text)
-    title = ""
-    if value.interval and value.ranked:
-        title = f' title="95% interval: {value.interval[0]:.2f} to {value.interval[1]:.2f}"'
-    return f"<td{title}>{f'<strong>{shown}</strong>' if value.best else shown}</td>"

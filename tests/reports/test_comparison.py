@@ -1,5 +1,7 @@
 """Several evaluations as one: order, names that differ, what cannot be read."""
 
+import json
+
 import pytest
 
 from blockdraft.evaluation import EvaluationError
@@ -98,3 +100,39 @@ def test_where_the_papers_temperature_is_the_best_one_measurement_is_both(tmp_pa
     assert entry.average("block", "best") == entry.average("block", "paper")
     assert entry.average("token", "best") is None
     assert entry.average("greedy", "best") is None
+
+
+def test_labels_beside_the_papers_stand_between_the_baselines_and_bv(tmp_path):
+    """A variant of BV is not called BV, and comes before it; a drafter of unknown origin comes last."""
+    made = synthetic.results(drafters=(("dflash", "BV"), ("dflash", "CE"), ("dflash", "BV w/o annealing")))
+    template = made.drafters[0]
+    more = [
+        template.model_copy(update={"name": label, "label": label, "objective": objective})
+        for label, objective in (("some-drafter", None), ("BV, beta to 0.5", "bv"), ("DPACE", "dpace"))
+    ]
+    folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": [*made.drafters, *more]}))
+    assert [e.label for e in read_evaluations([folder]).entries] == [
+        "CE", "DPACE", "BV, beta to 0.5", "BV w/o annealing", "BV", "some-drafter",
+    ]  # fmt: skip
+
+
+def test_paired_ratios_are_found_in_one_evaluation_only(tmp_path):
+    made = synthetic.paired(
+        synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV"))), "dflash-bv", "dflash-ce", spread=0.1
+    )
+    folders = [synthetic.write(tmp_path / name, made) for name in ("a", "b")]
+    first_ce, second_ce, first_bv, _ = read_evaluations(folders).entries
+    ratio = first_bv.over(first_ce, "block", "paper", "acceptance_length")
+    turned = first_ce.over(first_bv, "block", "paper", "acceptance_length")
+    assert (turned.low, turned.value, turned.high) == pytest.approx((1 / ratio.high, 1 / ratio.value, 1 / ratio.low))
+    assert first_bv.over(second_ce, "block", "paper", "acceptance_length") is None
+    assert first_bv.over(first_ce, "greedy", "best", "acceptance_length") is None
+
+
+def test_results_without_comparisons_are_read(tmp_path):
+    folder = synthetic.write(tmp_path, synthetic.results())
+    file = folder / "results.json"
+    plain = json.loads(file.read_text())
+    del plain["comparisons"]  # as evaluations wrote before there were any
+    file.write_text(json.dumps(plain))
+    assert read_evaluations([folder]).evaluations[0].results.comparisons == []

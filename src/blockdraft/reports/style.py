@@ -1,21 +1,53 @@
-"""What the figures share: how they look, how they are saved, panels, lines and legends."""
+"""How figures look: an ink and a marker for each objective, the same everywhere, and drawings saved for paper and page.
+
+Inks differ in lightness as well as in hue, and come with a marker each, so that nothing depends on seeing colours.
+Figures are drawn with the light ones; a page turns those into CSS variables and sets the variables by colour scheme.
+"""
 
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import cycle
+from typing import Any, Literal, get_args
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from blockdraft.reports.inks import INKS, Style, with_variables
-from blockdraft.reports.merging import Entry
+from blockdraft.reports.comparison import LABELS, Comparison, Entry
 
-Look = Callable[[Entry], Style]
+INKS = {
+    "text": ("#1d2733", "#e4e9ef"),
+    "axis": ("#8693a0", "#7c8a99"),
+    "grid": ("#e3e8ec", "#2b343f"),
+    "ce": ("#64748a", "#9fb0c5"),
+    "kl": ("#3b78b0", "#6fb1ea"),
+    "rkl": ("#1f8550", "#56c98c"),
+    "tv": ("#a98600", "#e2bf3c"),
+    "lk": ("#12a3b4", "#5ad6e3"),
+    "bv-plain": ("#9a3d86", "#dd8ccb"),
+    "bv": ("#d4491c", "#ff8552"),
+    "other-1": ("#5b4bb5", "#a99bf5"),
+    "other-2": ("#7d5a3c", "#cfa684"),
+    "other-3": ("#2f5d50", "#8fc9b6"),
+    "other-4": ("#b3406b", "#f09ab8"),
+    "other-5": ("#6b8f1a", "#b5d65f"),
+    "other-6": ("#27408b", "#8aa6f0"),
+    "prefill": ("#a9b9c6", "#5d7083"),
+    "draft": ("#e0a82e", "#d9a53a"),
+    "verify": ("#33597d", "#7fa9d1"),
+    "rest": ("#d3d9de", "#3d4854"),
+}
+"""Colours by name, on light and on dark ground. No two light ones are equal."""
+
+OBJECTIVES = dict(zip(LABELS, ("ce", "kl", "rkl", "tv", "lk", "bv-plain", "bv"), strict=True))
+MARKERS = {"ce": "o", "kl": "s", "rkl": "^", "tv": "v", "lk": "P", "bv-plain": "X", "bv": "D"}
+OTHERS = {"other-1": "<", "other-2": ">", "other-3": "p", "other-4": "h", "other-5": "d", "other-6": "*"}
+Dash = Literal["-", "--", ":", "-."]
+DASHES: tuple[Dash, ...] = get_args(Dash)
 
 RC = {
     "axes.axisbelow": True,
@@ -58,31 +90,77 @@ RC = {
 
 
 @dataclass(frozen=True)
+class Style:
+    """How a drafter is drawn: the ink's name, a marker, a line."""
+
+    ink: str
+    marker: str
+    dash: Dash
+
+    @property
+    def colour(self) -> str:
+        """The ink on light ground."""
+        return INKS[self.ink][0]
+
+
+Look = Callable[[Entry], Style]
+
+
+def styles(comparison: Comparison) -> Look:
+    """Give every objective its ink and marker; a dash tells drafters of one objective, kind and target apart."""
+    others = cycle(OTHERS)
+    inks: dict[str, str] = {}
+    for entry in comparison.entries:
+        label = entry.about.label
+        if label not in inks:
+            inks[label] = OBJECTIVES.get(label) or next(others)
+
+    def style(entry: Entry) -> Style:
+        ink = inks[entry.about.label]
+        same = [e.label for e in comparison.of(entry.target, entry.kind) if inks[e.about.label] == ink]
+        return Style(ink, (MARKERS | OTHERS)[ink], DASHES[same.index(entry.label) % len(DASHES)])
+
+    return style
+
+
+def css() -> str:
+    """Write the inks as CSS variables, for both colour schemes."""
+    light, dark = ("".join(f"--ink-{name}:{pair[i]};" for name, pair in INKS.items()) for i in (0, 1))
+    return f":root{{{light}}}\n@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+
+
+@dataclass(frozen=True)
 class Drawing:
-    """A figure with the name of its files."""
+    """A figure with the name of its files, its title and its caption."""
 
     name: str
     title: str
     caption: str
     figure: Figure
 
+    @property
+    def points(self) -> int:
+        """Its width in points."""
+        return round(72 * self.figure.get_figwidth())
+
     def png(self) -> bytes:
-        """On white, 200 dots per inch, titled."""
+        """Save it on white with its title, at 200 dots per inch."""
         return self._saved("png", title=self.title, facecolor="white", dpi=200, metadata={"Software": None})
 
     def svg(self) -> str:
-        """On white, titled; the same bytes every time."""
+        """Save it on white with its title, as the same bytes every time."""
         return self._saved("svg", title=self.title, facecolor="white", metadata=_NO_METADATA).decode()
 
     def inline(self) -> str:
-        """For a page: no ground, colours from the page's variables, ids that no other drawing has, nothing external."""
+        """Save it for a page: no ground, the page's colours, ids that no other drawing has, nothing external."""
         svg = self._saved("svg", metadata=_NO_METADATA).decode()
         svg = svg[svg.index("<svg") :]
         svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg, flags=re.DOTALL)
         svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
         svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{self.name}-", svg)
         svg = re.sub(r"font(-family)?: ([\d.a-z ]*)'DejaVu Sans'[^;\"]*", r"font\1: \2var(--sans)", svg)
-        return with_variables(svg)
+        variables = {light: f"var(--ink-{name})" for name, (light, _) in INKS.items()}
+        return re.sub("|".join(variables), lambda found: variables[found.group()], svg)
 
     def _saved(self, form: str, title: str = "", **options: Any) -> bytes:
         file = io.BytesIO()
@@ -97,13 +175,13 @@ _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Within it, matplotlib draws as these figures do."""
+    """Let matplotlib draw as these figures do, for as long as the context lasts."""
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         yield
 
 
 def kinds(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The drafters by kind."""
+    """Sort drafters by kind."""
     found: dict[str, list[Entry]] = {}
     for entry in entries:
         found.setdefault(entry.kind, []).append(entry)
@@ -113,7 +191,7 @@ def kinds(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 def panels(
     entries: Sequence[Entry], num_columns: int, height: float, *, sharex: bool = False, sharey: bool = False
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A row of panels for each kind of drafter."""
+    """Make a row of panels for each kind of drafter."""
     num_rows = len(kinds(entries))
     figure = Figure(figsize=(0.6 + 3.4 * max(2, num_columns), height * num_rows + 0.35), layout="constrained")
     grid = figure.subplots(num_rows, num_columns, squeeze=False, sharex=sharex, sharey=sharey)
@@ -121,14 +199,14 @@ def panels(
 
 
 def line(panel: Axes, x: Sequence[float], y: Sequence[float], style: Style) -> None:
-    """A drafter's points, joined."""
+    """Draw a drafter's points, joined."""
     panel.plot(x, y, style.dash, color=style.colour, marker=style.marker)
 
 
 def legend(figure: Figure, entries: Sequence[Entry], look: Look, *, lines: bool = True) -> None:
-    """Labels once, under the panels; kinds have panels of their own."""
+    """Name each label once, under the panels, in the order of the tables; kinds have panels of their own."""
     handles: dict[str, Line2D] = {}
-    for entry in entries:
+    for entry in sorted(entries, key=lambda e: e.rank):
         style = look(entry)
         handle = Line2D([], [], color=style.colour, marker=style.marker, label=entry.label)
         handle.set_linestyle(style.dash if lines else "none")
