@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+from blockdraft.data.files import parse_rows
 
 from blockdraft.data import Prompt, PromptError, read_prompts, write_prompts
-from blockdraft.data.files import parse_rows
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 ROWS = [Prompt("a", ("Grüße\u2028 you", "and?")), Prompt("b", ("Hi",), system="Be kind.", source="x")]

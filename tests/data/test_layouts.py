@@ -1,8 +1,8 @@
 """Rows of other people's data sets: what becomes a prompt, and the reason when nothing does."""
 
 import pytest
-
 from blockdraft.data.layouts import ROLES, to_prompt
+
 from blockdraft.data.prompts import Dropped, Prompt
 
 

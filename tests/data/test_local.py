@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from blockdraft.data.local import draw
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blockdraft.data import Conversation, EngineError, GenerationSettings, LocalEngine, Prompt
-from blockdraft.data.local import draw
 from blockdraft.decoding import generate
 from blockdraft.targets import Sampling
 

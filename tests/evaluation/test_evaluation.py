@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from blockdraft.data.paths import read_rows
+from blockdraft.evaluation.about import load_candidates
 
 from blockdraft.data import Prompt
-from blockdraft.data.paths import read_rows
 from blockdraft.decoding import generate
 from blockdraft.drafters import DrafterConfig, build_drafter, save_drafter
 from blockdraft.evaluation import Candidate, Evaluation, EvaluationError, Protocol, Task, read_results, read_traces
-from blockdraft.evaluation.about import load_candidates
 from blockdraft.evaluation.conversation import DecodingSetup, converse, seed_of
 from blockdraft.evaluation.dynamics import fixed_blocks, training_dynamics
 from blockdraft.evaluation.tracing import _texts

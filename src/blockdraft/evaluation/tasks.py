@@ -16,7 +16,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from blockdraft.data import Prompt, read_prompts
-from blockdraft.data.files import parse_rows
+from blockdraft.data.prompts import parse_rows
 from blockdraft.data.sources import load_dataset
 from blockdraft.evaluation.results import EvaluationError, TaskAbout, explain_validation
 from blockdraft.pocket.corpus import FAMILIES, Family, heldout
