@@ -7,10 +7,6 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-import blockdraft
-
-PACKAGES = ("torch", "transformers")
-
 
 class Provenance(BaseModel):
     """The versions of blockdraft, its main dependencies and Python, and the git revision if there is one."""
@@ -27,7 +23,7 @@ class Provenance(BaseModel):
     def here(cls) -> "Provenance":
         """Return the provenance of what this process makes."""
         return cls(
-            blockdraft=blockdraft.__version__,
+            blockdraft=package_version("blockdraft"),
             torch=package_version("torch"),
             transformers=package_version("transformers"),
             python=platform.python_version(),

@@ -152,6 +152,8 @@ def train(
                     print(line)
             return
         trainer = Trainer(loaded, target, run, distributed)
+        if trainer.coverage is not None and distributed.is_main:
+            print(trainer.coverage, file=sys.stderr)
         with Stages(shown=distributed.is_main) as stages:
 
             def show(progress: Progress) -> None:

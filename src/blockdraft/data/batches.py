@@ -86,7 +86,7 @@ class Batch:
         return self.block_tokens[:, :-1]
 
     def at_blocks(self, hidden: Tensor) -> Tensor:
-        """Return ``[A, B, H]``: of hidden states ``[N, T, H]``, those that predict the labels."""
+        """Return ``[A, B, ..]``: of values ``[N, T, ..]`` at every position, those that predict the labels."""
         steps = torch.arange(self.valid.shape[1], device=hidden.device)
         positions = (self.anchors.position[:, None] + steps).clamp(max=hidden.shape[1] - 1)
         return hidden[self.anchors.row[:, None], positions]

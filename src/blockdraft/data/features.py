@@ -1,24 +1,27 @@
 """What a drafter reads of its target: computed beside the trainer, or once and kept on disk.
 
-A cache ties itself to the fingerprint of the target, its layers and precision,
-and to the rows; its files are checksummed and mapped into memory.
+A cache ties itself to the fingerprint of the target, its layers and precision, and to the texts; its files are
+checksummed and mapped into memory. For a drafter over fewer tokens it also holds the target's normalizer: log Z and
+argmax of the whole vocabulary at every position, so that training runs both heads over the drafter's tokens alone.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from blockdraft.data.batches import Batch, pack_tokens
 from blockdraft.data.manifest import DataError, refuse_other_identity
 from blockdraft.data.store import TextDataset, check_files, writing
-from blockdraft.files import atomic_write, sha256
-from blockdraft.targets import Target, TargetOutput, fingerprint
+from blockdraft.files import atomic_write, sha256, write_json
+from blockdraft.targets import Normalizer, Target, TargetOutput, fingerprint
 
 INDEX = "features.json"
 TEXTS_PER_FILE = 256
@@ -27,7 +30,7 @@ REPAIR = "Delete the folder; the cache is built anew"
 
 
 class Features(ABC):
-    """Hidden states and features of a batch."""
+    """Gives the target's hidden states and features of a batch."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> TargetOutput:
@@ -35,53 +38,106 @@ class Features(ABC):
 
 
 class OnlineFeatures(Features):
-    """The target runs for every batch; nothing is kept."""
+    """Runs the target for every batch; nothing is kept.
 
-    def __init__(self, target: Target, layers: Sequence[int]) -> None:
-        self.target, self.layers = target, tuple(layers)
+    normalizer_temperature: also compute the target's normalizer at this temperature, for drafters over fewer tokens.
+    """
+
+    def __init__(self, target: Target, layers: Sequence[int], normalizer_temperature: float | None = None) -> None:
+        self.target, self.layers, self.normalizer_temperature = target, tuple(layers), normalizer_temperature
 
     def __call__(self, batch: Batch) -> TargetOutput:
-        return self.target.forward(batch.tokens, layers=self.layers, spans=batch.spans, positions=batch.positions)
+        output = self.target.forward(batch.tokens, layers=self.layers, spans=batch.spans, positions=batch.positions)
+        if self.normalizer_temperature is None:
+            return output
+        return replace(output, normalizer=self.target.normalizer(output.hidden, self.normalizer_temperature))
+
+
+class CacheIndex(BaseModel):
+    """``features.json``: what decides the cached numbers, and the checksums of the files that are there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    identity: dict[str, Any]
+    files: dict[str, str] = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> "CacheIndex":
+        """Read the index of a cache's folder."""
+        path = folder / INDEX
+        if not path.exists():
+            raise DataError(f"{folder} is not a feature cache: it has no {INDEX}")
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (ValidationError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} is damaged: {str(error).splitlines()[0]}. {REPAIR}") from error
 
 
 class CachedFeatures(Features):
     """Reads what `build_cache` wrote."""
 
-    def __init__(self, folder: str | Path, target: Target, dataset: TextDataset, layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        target: Target,
+        dataset: TextDataset,
+        layers: Sequence[int],
+        normalizer_temperature: float | None = None,
+    ) -> None:
         self.folder, self.dataset, self.hidden_size = Path(folder), dataset, target.hidden_size
-        index = _read_index(self.folder)
-        refuse_other_identity(self.folder, index["identity"], cache_identity(target, dataset, layers))
-        wanted = len(_files(dataset))
-        if len(index["shards"]) != wanted:
-            raise DataError(f"{folder} has {len(index['shards'])} of {wanted} files; build the cache to its end first")
-        check_files(self.folder, _checksums(index), REPAIR)
+        index = CacheIndex.read(self.folder)
+        identity = cache_identity(target, dataset, layers, normalizer_temperature)
+        refuse_other_identity(self.folder, index.identity, identity)
+        names = _file_names(len(_files(dataset)), normalizer_temperature)
+        missing = [name for name in names if name not in index.files]
+        if missing:
+            have = len(names) - len(missing)
+            raise DataError(f"{folder} has {have} of {len(names)} files; build the cache to its end first")
+        check_files(self.folder, index.files, REPAIR)
         self.width = (1 + len(layers)) * target.hidden_size
         self.device, self.dtype = target.device, target.dtype
-        self._maps = [np.load(self.folder / name, mmap_mode="r") for name in sorted(index["shards"])]
+        self._features = self._mapped(name for name in names if name.startswith("features"))
+        self._normalizers = self._mapped(name for name in names if name.startswith("normalizer"))
 
     def __call__(self, batch: Batch) -> TargetOutput:
         values = torch.zeros(*batch.tokens.shape, self.width, dtype=self.dtype)
+        pairs = torch.zeros(*batch.tokens.shape, 2, dtype=torch.float64)
         for text, span in zip(batch.texts, batch.spans, strict=True):
-            file = text // TEXTS_PER_FILE
-            begin = int(self.dataset.starts[text] - self.dataset.starts[file * TEXTS_PER_FILE])
-            held = np.array(self._maps[file][begin : begin + span.end - span.start])
-            values[span.row, span.start : span.end] = torch.from_numpy(held).view(self.dtype)
+            at = span.row, slice(span.start, span.end)
+            values[at] = torch.from_numpy(self._held(self._features, text, span.end - span.start)).view(self.dtype)
+            if self._normalizers:
+                pairs[at] = torch.from_numpy(self._held(self._normalizers, text, span.end - span.start))
         values = values.to(self.device)
-        return TargetOutput(values[..., : self.hidden_size], values[..., self.hidden_size :])
+        normalizer = None
+        if self._normalizers:
+            log_z, argmax = pairs.to(self.device).unbind(-1)
+            normalizer = Normalizer(log_z.to(_normalizer_dtype(self.dtype)), argmax.long())
+        return TargetOutput(values[..., : self.hidden_size], values[..., self.hidden_size :], normalizer)
+
+    def _mapped(self, names: Any) -> list[NDArray[Any]]:
+        return [np.load(self.folder / name, mmap_mode="r") for name in names]
+
+    def _held(self, maps: list[NDArray[Any]], text: int, length: int) -> NDArray[Any]:
+        file = text // TEXTS_PER_FILE
+        begin = int(self.dataset.starts[text] - self.dataset.starts[file * TEXTS_PER_FILE])
+        return np.array(maps[file][begin : begin + length])
 
 
-def cache_identity(target: Target, dataset: TextDataset, layers: Sequence[int]) -> dict[str, Any]:
-    """What decides the cached numbers."""
-    return {
+def cache_identity(
+    target: Target, dataset: TextDataset, layers: Sequence[int], normalizer_temperature: float | None = None
+) -> dict[str, Any]:
+    """Return what decides the cached numbers."""
+    identity = {
         "target": fingerprint(target),
         "dtype": str(target.dtype).split(".")[-1],
         "layers": list(layers),
         "data": dataset.identity,
     }
+    return identity if normalizer_temperature is None else identity | {"normalizer": normalizer_temperature}
 
 
 def cache_bytes(num_tokens: int, hidden_size: int, num_layers: int, itemsize: int) -> int:
-    """Size of a cache."""
+    """Return the size of a cache's features; a normalizer adds 16 bytes a token."""
     return num_tokens * (1 + num_layers) * hidden_size * itemsize
 
 
@@ -92,34 +148,39 @@ def build_cache(
     layers: Sequence[int],
     *,
     max_bytes: int,
+    normalizer_temperature: float | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> None:
-    """Run the target over all texts and keep what drafters read; goes on where it stopped.
+    """Run the target over all texts and keep what drafters read; resumes where it stopped.
 
-    Refused beforehand if it would take more than ``max_bytes``.
+    It is refused beforehand if it would take more than ``max_bytes``.
     """
     folder = Path(folder)
     refuse_large_cache(target, dataset, layers, max_bytes)
-    identity = cache_identity(target, dataset, layers)
+    identity = cache_identity(target, dataset, layers, normalizer_temperature)
+    groups = _files(dataset)
     if (folder / INDEX).exists():
-        index = _read_index(folder)
-        if index["identity"] == identity and len(index["shards"]) == len(_files(dataset)):
+        index = CacheIndex.read(folder)
+        if index.identity == identity and set(index.files) == set(_file_names(len(groups), normalizer_temperature)):
             return  # several runs may read one cache at once
     with writing(folder):
-        index = {"identity": identity, "shards": {}}
+        index = CacheIndex(identity=identity)
         if (folder / INDEX).exists():
-            index = _read_index(folder)
-            refuse_other_identity(folder, index["identity"], identity)
-            check_files(folder, _checksums(index), REPAIR)
-        for number, texts in enumerate(_files(dataset)):
-            name = f"features-{number:05d}.npy"
-            if name not in index["shards"]:
-                values = torch.cat(_run(target, dataset, texts, layers))
-                with atomic_write(folder / name) as unfinished, unfinished.open("wb") as file:
-                    np.save(file, values.view(_storage(values.dtype)).numpy())
-                index["shards"][name] = {"sha256": sha256(folder / name)}
-                with atomic_write(folder / INDEX) as unfinished:
-                    unfinished.write_text(json.dumps(index, indent=2) + "\n")
+            index = CacheIndex.read(folder)
+            refuse_other_identity(folder, index.identity, identity)
+            check_files(folder, index.files, REPAIR)
+        for number, texts in enumerate(groups):
+            features, normalizer = f"features-{number:05d}.npy", f"normalizer-{number:05d}.npy"
+            if features not in index.files:
+                values, pairs = _run(target, dataset, texts, layers, normalizer_temperature)
+                found = {features: values.view(_storage(values.dtype)).numpy()}
+                if pairs is not None:
+                    found[normalizer] = pairs.numpy()
+                for name, array in found.items():
+                    with atomic_write(folder / name) as unfinished, unfinished.open("wb") as file:
+                        np.save(file, array)
+                index.files |= {name: sha256(folder / name) for name in found}
+                write_json(index.model_dump(), folder / INDEX)
             if on_tokens is not None:
                 on_tokens(int(dataset.starts[texts.stop] - dataset.starts[texts.start]))
 
@@ -134,9 +195,11 @@ def refuse_large_cache(target: Target, dataset: TextDataset, layers: Sequence[in
         )
 
 
-def _run(target: Target, dataset: TextDataset, texts: range, layers: Sequence[int]) -> list[Tensor]:
-    """``[T, (1 + K) * H]`` of each text: the last hidden state, then the features."""
-    found = []
+def _run(
+    target: Target, dataset: TextDataset, texts: range, layers: Sequence[int], normalizer_temperature: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``[T, (1 + K) * H]`` of some texts, hidden states then features, and ``[T, 2]`` log Z and argmax."""
+    values, pairs = [], []
     group: list[int] = []
     for text in texts:
         group.append(text)
@@ -144,32 +207,27 @@ def _run(target: Target, dataset: TextDataset, texts: range, layers: Sequence[in
             packed = [torch.from_numpy(dataset[each].astype(np.int64)) for each in group]
             tokens, positions, spans = pack_tokens(packed)
             out = target.forward(tokens.to(target.device), layers=layers, spans=spans, positions=positions)
-            both = out.hidden if out.features is None else torch.cat([out.hidden, out.features], -1)
-            found += [both[span.row, span.start : span.end].cpu() for span in spans]
+            values.append((out.hidden if out.features is None else torch.cat([out.hidden, out.features], -1))[0].cpu())
+            if normalizer_temperature is not None:
+                found = target.normalizer(out.hidden[0], normalizer_temperature)
+                pairs.append(torch.stack([found.log_z.double(), found.argmax.double()], -1).cpu())
             group = []
-    return found
+    return torch.cat(values), torch.cat(pairs) if pairs else None
 
 
 def _files(dataset: TextDataset) -> list[range]:
     return [range(start, min(start + TEXTS_PER_FILE, len(dataset))) for start in range(0, len(dataset), TEXTS_PER_FILE)]
 
 
-def _checksums(index: dict[str, Any]) -> dict[str, str]:
-    return {name: entry["sha256"] for name, entry in index["shards"].items()}
+def _file_names(num: int, normalizer_temperature: float | None) -> list[str]:
+    kinds = ["features"] if normalizer_temperature is None else ["features", "normalizer"]
+    return [f"{kind}-{number:05d}.npy" for kind in kinds for number in range(num)]
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX
-    if not path.exists():
-        raise DataError(f"{folder} is not a feature cache: it has no {INDEX}")
-    try:
-        index: dict[str, Any] = json.loads(path.read_text())
-        index["identity"], index["shards"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
-    return index
+def _normalizer_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _storage(dtype: torch.dtype) -> torch.dtype:
-    """numpy knows no bfloat16: its bits are kept as integers."""
+    """Return the dtype that numpy keeps the bits as: it knows no bfloat16."""
     return torch.int16 if dtype == torch.bfloat16 else dtype

@@ -41,6 +41,7 @@ class DrafterConfig(BaseModel):
     num_proposals: B, tokens proposed per block, the anchor not counted.
     num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, rope_theta: the layers.
     vocab_size: V, the target's.
+    draft_vocab_size: Vd, the tokens that the drafter can propose, if not all V; `Drafter.draft_ids` names them.
     mask_token_id: the row of the target's embedding that stands for a token to be drafted.
     num_target_layers: the target's.
     target_layers: ids of the target's decoder layers whose outputs are the features, counted from 0.
@@ -62,6 +63,7 @@ class DrafterConfig(BaseModel):
     rms_norm_eps: float = Field(gt=0, lt=1)
     rope_theta: float = Field(gt=0)
     vocab_size: int = Field(ge=1, le=2**24)
+    draft_vocab_size: int | None = Field(None, ge=1, le=2**24)
     mask_token_id: int = Field(ge=0)
     num_target_layers: int = Field(ge=1, le=4096)
     target_layers: Annotated[tuple[int, ...], Field(strict=False, min_length=1, max_length=4096)]
@@ -80,6 +82,8 @@ class DrafterConfig(BaseModel):
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads")
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask token {self.mask_token_id} has no row in an embedding of {self.vocab_size}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"{self.draft_vocab_size} draft tokens are more than the {self.vocab_size} of the target")
         last = self.num_target_layers - 2
         if not all(0 <= layer <= last for layer in self.target_layers):
             there = f"those of layers 0 to {last}" if last >= 0 else "none"
@@ -88,6 +92,11 @@ class DrafterConfig(BaseModel):
                 f"{there} (counted from 0; the last layer has none)"
             )
         return self
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that the drafter can propose: rows of its head."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def num_slots(self) -> int:

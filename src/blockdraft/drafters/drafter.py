@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from blockdraft.drafters.attention import Anchors, BlockAttention, FlexAttention, GroupedAttention
@@ -34,7 +35,12 @@ class Proposal:
 
 
 class Drafter(nn.Module, ABC):
-    """A block drafter. It has no embedding and no head of its own: the target's are given, and frozen."""
+    """A block drafter. It has no embedding and no head of its own: the target's are given, and frozen.
+
+    draft_ids: ``[Vd]`` the tokens that it can propose, in the order of its head's rows, if it cannot propose all.
+    """
+
+    draft_ids: Tensor | None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -44,6 +50,9 @@ class Drafter(nn.Module, ABC):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config)
+        size = config.draft_vocab_size
+        self.register_buffer("draft_ids", None if size is None else torch.arange(size))
+        self._reduced_head: tuple[Tensor, Tensor] | None = None
         self.checkpoint_activations = False
         """Recompute each layer in the backward pass instead of keeping what it made."""
 
@@ -87,15 +96,28 @@ class Drafter(nn.Module, ABC):
         return self._predictions(self.norm(x))
 
     def markov(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return DSpark's ``(prev_embedding [A, B, r], w2 [V, r])`` for the fused objective; None for DFlash."""
+        """Return DSpark's ``(prev_embedding [A, B, r], w2 [Vd, r])`` for the fused objective; None for DFlash."""
         del hidden, previous
         return None
 
+    def head(self, target: Target) -> Tensor:
+        """Return the rows of the target's head that the drafter uses, ``[Vd, H]``: all, or those of its tokens."""
+        if self.draft_ids is None:
+            return target.head
+        if self._reduced_head is None or self._reduced_head[0] is not target.head:
+            self._reduced_head = (target.head, target.head[self.draft_ids.to(target.device)])
+        return self._reduced_head[1]
+
     def logits(self, hidden: Tensor, previous: Tensor, target: Target) -> Tensor:
-        """Return logits ``[A, B, V]`` of hidden ``[A, B, H]``, given the tokens before each position, ``[A, B]``."""
-        logits = target.logits(hidden.to(target.dtype))
+        """Return logits ``[A, B, V]`` of hidden ``[A, B, H]``, given the tokens before each position, ``[A, B]``.
+
+        Tokens that the drafter cannot propose have minus infinity.
+        """
+        logits = linear(hidden.to(target.dtype), self.head(target))
         markov = self.markov(hidden, previous)
-        return logits if markov is None else logits + (markov[0] @ markov[1].T).to(logits.dtype)
+        if markov is not None:
+            logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
+        return self._spread(logits, -torch.inf)
 
     # Drafting: one block, with a cache
 
@@ -161,6 +183,18 @@ class Drafter(nn.Module, ABC):
         tokens[:, 0] = anchor_tokens
         return target.embed(tokens).to(dtype)
 
+    def _spread(self, values: Tensor, elsewhere: float) -> Tensor:
+        """Return ``[..., V]`` from values ``[..., Vd]`` of the drafter's own tokens; other tokens get ``elsewhere``."""
+        if self.draft_ids is None:
+            return values
+        whole = values.new_full((*values.shape[:-1], self.config.vocab_size), elsewhere)
+        whole[..., self.draft_ids] = values
+        return whole
+
+    def _token_ids(self, tokens: Tensor) -> Tensor:
+        """Return token ids of indices into the drafter's own tokens."""
+        return tokens if self.draft_ids is None else self.draft_ids[tokens]
+
     def _layers(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
@@ -183,9 +217,9 @@ class DFlash(Drafter):
         self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
     ) -> Proposal:
         del anchor
-        probs = draft_probs_of(target.logits(hidden.to(target.dtype)), temperature)
+        probs = draft_probs_of(linear(hidden.to(target.dtype), self.head(target)), temperature)
         tokens = torch.multinomial(probs[0], 1, generator=generator).T
-        return Proposal(tokens, probs)
+        return Proposal(self._token_ids(tokens), self._spread(probs, 0.0))
 
 
 class DSpark(Drafter):
@@ -210,17 +244,17 @@ class DSpark(Drafter):
     def _draft(
         self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
     ) -> Proposal:
-        base = target.logits(hidden.to(target.dtype))[0].float()
+        base = linear(hidden.to(target.dtype), self.head(target))[0].float()
         previous = torch.tensor([anchor], device=hidden.device)
         state = self.markov_head.initial_state(hidden)
         tokens, rows = [], []
         for k in range(hidden.shape[1]):
             embedded, state = self.markov_head.step(hidden[:, k], previous, state)
             probs = draft_probs_of(base[k : k + 1] + self.markov_head.markov_w2(embedded).float(), temperature)
-            previous = torch.multinomial(probs, 1, generator=generator).squeeze(1)
+            previous = self._token_ids(torch.multinomial(probs, 1, generator=generator).squeeze(1))
             tokens.append(previous)
             rows.append(probs)
-        return Proposal(torch.stack(tokens, 1), torch.stack(rows, 1))
+        return Proposal(torch.stack(tokens, 1), self._spread(torch.stack(rows, 1), 0.0))
 
 
 def draft_probs_of(logits: Tensor, temperature: float) -> Tensor:

@@ -23,7 +23,7 @@ class MarkovHead(nn.Module):
         self.kind = config.markov_head
         self.rank = rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.num_draft_tokens, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(config.hidden_size + rank, rank)
         if self.kind == "rnn":

@@ -47,12 +47,24 @@ class DrafterSection(Section):
     num_features: int | None = Field(
         None, ge=1, description="target layers whose outputs the drafter reads; null is five, or what the target has"
     )
+    vocab_size: int | float | None = Field(
+        None,
+        gt=0,
+        description="propose only the most frequent tokens of the texts: so many, or enough to cover a share below 1",
+    )
     markov_head: MarkovKind = Field("vanilla", description="DSpark only: vanilla, gated or rnn")
     markov_rank: int = Field(256, ge=1, description="DSpark only: rank of the Markov head")
     initial: str = Field(
         "scratch",
         description="scratch, target (the target's own last layers), or the folder of a drafter to train further",
     )
+
+    @field_validator("vocab_size")
+    @classmethod
+    def _tokens_or_share(cls, value: float | None) -> float | None:
+        if value is not None and value >= 1 and value != int(value):
+            raise ValueError("must be a whole number of tokens, or a share below 1")
+        return value
 
     @field_validator("initial")
     @classmethod

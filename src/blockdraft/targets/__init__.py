@@ -8,6 +8,7 @@ from blockdraft.targets.sampling import Sampling
 from blockdraft.targets.target import (
     DTYPES,
     Message,
+    Normalizer,
     Target,
     TargetOutput,
     UnsupportedTargetError,
@@ -23,6 +24,7 @@ __all__ = [
     "BatchedKVCache",
     "KVCache",
     "Message",
+    "Normalizer",
     "Sampling",
     "Span",
     "Target",

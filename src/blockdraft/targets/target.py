@@ -17,6 +17,9 @@ from blockdraft.targets.cache import KVCache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By the names that users and configurations give them."""
 
+NORMALIZER_BYTES = 2**26
+"""Size of the logits that `Target.normalizer` makes at once."""
+
 Message = dict[str, str]
 """``{"role": "user", "content": "..."}``."""
 
@@ -31,10 +34,23 @@ class TargetOutput:
 
     hidden: ``[N, T, H]`` after the final norm; the head's input.
     features: ``[N, T, K * H]`` outputs of the K chosen decoder layers, side by side; None if none were chosen.
+    normalizer: log Z and argmax of the head's logits at every position, where a drafter over fewer tokens needs them.
     """
 
     hidden: Tensor
     features: Tensor | None
+    normalizer: "Normalizer | None" = None
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """What a head over some tokens cannot know of the whole vocabulary, at every position.
+
+    log_z: ``[..]`` log sum_v exp(z_v / temperature). argmax: ``[..]`` the most probable token.
+    """
+
+    log_z: Tensor
+    argmax: Tensor
 
 
 class Target:
@@ -134,6 +150,21 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` from hidden states after the final norm."""
         return torch.nn.functional.linear(hidden, self.head)
+
+    @torch.no_grad()
+    def normalizer(self, hidden: Tensor, temperature: float = 1.0) -> Normalizer:
+        """Return log Z and argmax over the whole vocabulary of hidden states ``[.., H]``, a few rows at a time."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        log_z = torch.empty(len(rows), dtype=dtype, device=rows.device)
+        argmax = torch.empty(len(rows), dtype=torch.long, device=rows.device)
+        num_rows = max(1, NORMALIZER_BYTES // (self.vocab_size * dtype.itemsize))
+        for start in range(0, len(rows), num_rows):
+            part = slice(start, start + num_rows)
+            logits = self.logits(rows[part].to(self.dtype)).to(dtype)
+            argmax[part] = logits.argmax(-1)
+            log_z[part] = (logits / temperature).logsumexp(-1)
+        return Normalizer(log_z.view(hidden.shape[:-1]), argmax.view(hidden.shape[:-1]))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``[..., H]`` input embeddings."""

@@ -3,21 +3,35 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from blockdraft.data import TextDataset
 from blockdraft.drafters import CheckpointError, Drafter, DrafterConfig, build_drafter, load_drafter
 from blockdraft.drafters.config import recorded_fingerprint
 from blockdraft.recipes import Recipe, RecipeError
 from blockdraft.targets import Target
+from blockdraft.training.vocabulary import choose_draft_ids
 
 
-def new_drafter(recipe: Recipe, target: Target) -> Drafter:
-    """Build a drafter for the target in float32; its weights depend on the recipe's seed, or the folder it names."""
+def new_drafter(recipe: Recipe, target: Target, dataset: TextDataset | None = None) -> Drafter:
+    """Build a drafter for the target in float32; its weights depend on the recipe's seed, or the folder it names.
+
+    A reduced draft vocabulary is chosen from the texts of ``dataset``; a drafter that is trained further keeps its own.
+    """
     if recipe.drafter.initial not in ("scratch", "target"):
         return continue_from(recipe, target)
-    config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.config_options())
+    options = recipe.drafter.config_options()
+    draft_ids: Tensor | None = None
+    if recipe.drafter.vocab_size is not None:
+        assert dataset is not None
+        chosen = choose_draft_ids(dataset, target.vocab_size, recipe.drafter.vocab_size)
+        draft_ids = torch.from_numpy(chosen)
+        options["draft_vocab_size"] = len(chosen)
+    config = DrafterConfig.for_target(recipe.drafter.kind, target, **options)
     torch.manual_seed(recipe.seed)
     drafter = build_drafter(config).float()
+    if draft_ids is not None:
+        drafter.draft_ids = draft_ids
     initialise(drafter)
     if recipe.drafter.initial == "target":
         copy_last_layers(drafter, target)

@@ -152,6 +152,8 @@ def dry_run(recipe: Recipe, target: Target, distributed: Distributed) -> Iterato
         dataset = trainer.sampler.dataset
         num_texts, num_tokens = len(dataset), len(dataset.tokens)
         yield f"data: {num_texts:,} texts to train on, {num_tokens:,} tokens, every checksum right"
+        if trainer.coverage is not None:
+            yield str(trainer.coverage)
         yield f"plan: {trainer.num_steps:,} steps, {trainer.sampler.steps_per_epoch:,} an epoch"
         found = estimate(
             recipe, num_devices=distributed.world_size, num_texts=num_texts, tokens_per_text=num_tokens / num_texts

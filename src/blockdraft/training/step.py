@@ -1,11 +1,15 @@
 """One batch through drafter and objective."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from blockdraft.data import Batch
 from blockdraft.drafters import Drafter
 from blockdraft.losses import BlockStatistics, Objective, block_scores, block_statistics, fused_linear_objective
+from blockdraft.losses.reduced import ReducedTarget, draft_index, restrict_labels
 from blockdraft.targets import Target, TargetOutput
 
 
@@ -30,10 +34,14 @@ class TrainingStep(nn.Module):
             hidden = self.drafter(features, batch.anchor_tokens, batch.anchors, self.target)
             markov = self.drafter.markov(hidden, batch.previous)
         target_hidden = batch.at_blocks(output.hidden)
-        head = self.target.head
+        head, labels, valid = self.drafter.head(self.target), batch.labels, batch.valid
+        reduced = None
+        if self.drafter.draft_ids is not None:
+            labels, valid = restrict_labels(labels, valid, self.drafter.draft_ids, self.target.vocab_size)
+            reduced = self._reduced(batch, output, objective.temperature)
         if self.fused:
             value = fused_linear_objective(
-                objective, hidden, target_hidden, head, head, batch.labels, batch.valid, markov
+                objective, hidden, target_hidden, head, head, labels, valid, markov, reduced=reduced
             )
             assert value.stats is not None
             assert value.survival is not None
@@ -41,10 +49,17 @@ class TrainingStep(nn.Module):
         logits = hidden.to(self.target.dtype) @ head.T
         if markov is not None:
             logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
-        target_logits = self.target.logits(target_hidden)
-        value = objective(logits, target_logits, batch.labels, batch.valid)
-        stats = block_statistics(logits, target_logits, batch.labels, batch.valid, temperature=objective.temperature)
-        log_sampled, _ = block_scores(
-            logits.detach(), target_logits, batch.labels, batch.valid, temperature=objective.temperature
-        )
+        target_logits = linear(target_hidden, head)
+        options: dict[str, Any] = {"temperature": objective.temperature, "reduced": reduced}
+        value = objective(logits, target_logits, labels, valid, reduced=reduced)
+        stats = block_statistics(logits, target_logits, labels, valid, **options)
+        log_sampled, _ = block_scores(logits.detach(), target_logits, labels, valid, **options)
         return value.numerator, value.denominator, stats, log_sampled.exp()
+
+    def _reduced(self, batch: Batch, output: TargetOutput, temperature: float) -> ReducedTarget:
+        """Return the target's normaliser and argmax at the blocks' positions, the argmax as an index into D."""
+        assert output.normalizer is not None
+        assert self.drafter.draft_ids is not None
+        index = draft_index(self.drafter.draft_ids, self.target.vocab_size)
+        argmax = index[batch.at_blocks(output.normalizer.argmax)]
+        return ReducedTarget(batch.at_blocks(output.normalizer.log_z), argmax, temperature)

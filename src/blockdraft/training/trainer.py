@@ -37,6 +37,7 @@ from blockdraft.training.measuring import DecodedPrompts, HeldOutBlocks, summary
 from blockdraft.training.optimizers import learning_rate_at, make_optimizers
 from blockdraft.training.step import TrainingStep
 from blockdraft.training.trackers import MetricsLog, check_trackers
+from blockdraft.training.vocabulary import Coverage, coverage
 from blockdraft.verification import RULES
 
 FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -80,7 +81,7 @@ class Trainer:
         target_fingerprint = fingerprint(target)  # before its layers may be sharded
         _refuse_other_sampling(recipe, self.objective, dataset)
         training, heldout = dataset.split(recipe.data.num_heldout, recipe.seed)
-        self.drafter = new_drafter(recipe, target).to(self.distributed.device)
+        self.drafter = new_drafter(recipe, target, training).to(self.distributed.device)
         self.drafter.checkpoint_activations = recipe.runtime.gradient_checkpointing
         self.config = self.drafter.config
         self.sampler = BatchSampler(
@@ -251,16 +252,23 @@ class Trainer:
     # Setting up
 
     def _make_features(self, training: TextDataset) -> Features:
-        layers, data = self.config.target_layers, self.recipe.data
+        layers, data, temperature = self.config.target_layers, self.recipe.data, self._normalizer_temperature
         if data.features == "online":
-            return OnlineFeatures(self.target, layers)
+            return OnlineFeatures(self.target, layers, temperature)
         assert data.cache is not None
         max_bytes = int(data.cache_gib * 2**30)
         refuse_large_cache(self.target, training, layers, max_bytes)
         if self.distributed.is_main:
-            build_cache(data.cache, self.target, training, layers, max_bytes=max_bytes)
+            build_cache(
+                data.cache, self.target, training, layers, max_bytes=max_bytes, normalizer_temperature=temperature
+            )
         self.distributed.barrier()
-        return CachedFeatures(data.cache, self.target, training, layers)
+        return CachedFeatures(data.cache, self.target, training, layers, temperature)
+
+    @property
+    def _normalizer_temperature(self) -> float | None:
+        """The temperature at which features need the target's normalizer; None if the drafter has all tokens."""
+        return None if self.drafter.draft_ids is None else self.objective.temperature
 
     def _prepare_measuring(self, heldout: TextDataset) -> None:
         runtime, logging, seed = self.recipe.runtime, self.recipe.logging, self.recipe.seed
@@ -270,10 +278,15 @@ class Trainer:
                 "logging.decode_prompts needs whole models in one process, and these are sharded; set it to 0, "
                 "or train with runtime.parallel=ddp and runtime.shard_target=false"
             )
+        self.coverage: Coverage | None = None
+        """What a reduced draft vocabulary leaves of the held-out texts."""
         self.heldout: HeldOutBlocks | None = None
         self.decoded: DecodedPrompts | None = None
         if len(heldout):
-            online = OnlineFeatures(self.target, self.config.target_layers)
+            online = OnlineFeatures(self.target, self.config.target_layers, self._normalizer_temperature)
+            if self.drafter.draft_ids is not None:
+                ids = self.drafter.draft_ids.cpu().numpy()
+                self.coverage = coverage(heldout, ids, self.target.vocab_size, self.config.num_proposals)
             temperature = self.objective.temperature
             self.heldout = HeldOutBlocks(
                 heldout, logging.heldout_blocks, self.config.num_proposals, seed, online, temperature
