@@ -110,7 +110,7 @@ class TestFinding:
     def test_shipped_drafters_have_names(self, folder, target, monkeypatch):
         monkeypatch.setitem(SHIPPED, "tiny-dflash", folder)
         assert load_drafter("tiny-dflash", target).config.kind == "dflash"
-        with pytest.raises(CheckpointError, match="tiny-dflush: no such folder; did you mean tiny-dflash?"):
+        with pytest.raises(CheckpointError, match=r"tiny-dflush: no such folder; did you mean tiny-dflash\?"):
             find_drafter("tiny-dflush")
 
     def test_an_id_is_fetched_from_the_hub(self, folder, target, tmp_path, monkeypatch):
@@ -137,10 +137,8 @@ class TestFinding:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", stand_in)
         with pytest.raises(CheckpointError) as caught:
             find_drafter("someone/drafter")
-        assert str(caught.value).startswith(
-            "someone/drafter: no such folder here, and it cannot be had from the Hugging"
-        )
-        assert "explanation" not in str(caught.value)
+        assert str(caught.value).startswith("someone/drafter: no such folder here, and it cannot be had from the Hub")
+        assert str(caught.value).endswith("no connection")
 
     def test_paths_are_never_asked_of_the_hub(self, folder, monkeypatch):
         def stand_in(*_, **__):
