@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 
 from blockdraft.drafters import load_drafter, save_drafter
-from blockdraft.export import export_drafter
-from blockdraft.export.card import RunFacts, front_matter, licence_of, run_facts
+from blockdraft.export import RunFacts, export_drafter, run_facts
+from blockdraft.export.card import licence_of
 from blockdraft.targets import fingerprint, load_target
 
 from runs import make_data, target, train
@@ -36,7 +37,7 @@ def test_a_trained_drafters_card_says_what_was_done(run, tmp_path):
     assert facts.target == "tiny qwen3"
     assert f"| objective | {about['recipe']['objective']['name']} |" in text
     assert f"| steps | {facts.step} of {about['num_steps']} |" in text
-    assert f"| fingerprint | {fingerprint(target())} |" in text
+    assert f"| fingerprint of its weights | {fingerprint(target())} |" in text
     assert f"| revision | {about['provenance']['git']} |" in text
     assert "36 texts with" in text
     assert "at temperature 1.0, top-k 0, top-p 1.0" in text
@@ -69,27 +70,48 @@ def test_a_drafter_without_a_run_says_so(tmp_path):
     assert "The drafter's own: not recorded" in text
 
 
-def test_how_to_serve_it(tmp_path):
-    model = target()
-    for kind, changes, flavour in (
-        ("dflash", {}, "flat"), ("dspark", {}, "speculators"), ("dspark", {"markov_head": "rnn"}, "flat"),
-    ):  # fmt: skip
-        save_drafter(tiny_drafter(kind, model, **changes), tmp_path / "ours")
-        text = card(tmp_path / "ours", tmp_path / "out", flavour, verifier="hub/target", force=True)
-        assert front_matter(tmp_path / "out" / "README.md")["base_model"] == "hub/target"
-        if changes:
-            assert "vLLM does not serve this folder: it has the vanilla Markov head only" in text
-        else:
-            settings = json.loads(text.split("--speculative-config \\\n    '")[1].split("'")[0])
-            assert settings == {
-                "method": kind, "model": "PATH_OF_THIS_FOLDER", "num_speculative_tokens": 4,
-                "rejection_sample_method": "block", "draft_sample_method": "probabilistic",
-            }  # fmt: skip
-        if flavour == "speculators":
-            assert "SGLang does not serve this folder" in text
-        else:
-            width = "--speculative-num-draft-tokens 5" if kind == "dflash" else "--speculative-dspark-block-size 4"
-            assert width in text
+@pytest.mark.parametrize(
+    ("kind", "changes", "flavour"),
+    [
+        ("dflash", {}, "flat"), ("dspark", {}, "flat"), ("dspark", {}, "speculators"),
+        ("dspark", {"markov_head": "rnn"}, "flat"),
+    ],
+)  # fmt: skip
+def test_how_to_serve_it(tmp_path, kind, changes, flavour):
+    save_drafter(tiny_drafter(kind, target(), **changes), tmp_path / "ours")
+    text = card(tmp_path / "ours", tmp_path / "out", flavour, verifier="hub/target")
+    if changes:
+        assert "vLLM 0.32 does not serve this folder: it has the vanilla Markov head only" in text
+    else:
+        settings = json.loads(text.split("--speculative-config \\\n    '")[1].split("'")[0])
+        assert settings == {
+            "method": kind, "model": "PATH_OF_THIS_FOLDER", "num_speculative_tokens": 4,
+            "rejection_sample_method": "block", "draft_sample_method": "probabilistic",
+        }  # fmt: skip
+    if flavour == "speculators":
+        assert "SGLang 0.5.23 does not serve this folder" in text
+    elif kind == "dflash":
+        assert "--speculative-num-draft-tokens 5" in text
+        assert "SGLang 0.5.23: greedy drafts, token verification" in text
+    else:
+        assert "--speculative-dspark-block-size 4 --speculative-use-block-verification" in text
+        assert "SGLang 0.5.23: sampled drafts, block verification" in text
+
+
+def test_the_hub_reads_its_metadata(tmp_path):
+    save_drafter(tiny_drafter("dflash", target()), tmp_path / "ours")
+    card(tmp_path / "ours", tmp_path / "out", verifier="hub/target")
+    data = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert (data.base_model, data.pipeline_tag) == ("hub/target", "text-generation")
+    assert data.tags == ["speculative-decoding", "dflash", "flat"]
+    assert data.license is None  # its publisher's to state
+
+
+def test_no_path_of_this_machine_is_published(tmp_path):
+    save_drafter(tiny_drafter("dflash", target()), tmp_path / "ours")
+    text = card(tmp_path / "ours", tmp_path / "out", verifier=str(tmp_path / "a-target"))
+    assert str(tmp_path) not in text
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.base_model == "a-target"
 
 
 def test_licences_are_read_and_never_invented(tmp_path):
@@ -101,4 +123,6 @@ def test_licences_are_read_and_never_invented(tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
     assert licence_of(again) == "mit"
     (tmp_path / "README.md").write_text("# A model, under the MIT licence or not\n")
+    assert licence_of(again) is None
+    (tmp_path / "README.md").write_text("---\nlicense: [\n---\n# A model\n")
     assert licence_of(again) is None

@@ -8,6 +8,7 @@ import torch
 from blockdraft.drafters import CheckpointError, DrafterConfig, SlotLayout, load_drafter
 from blockdraft.drafters.checkpoint import write_json, write_tensors
 from blockdraft.drafters.formats import FormatError, Surroundings, format_of, read_config, write_config
+from blockdraft.targets import fingerprint
 
 from tiny import tiny_drafter, tiny_target
 
@@ -73,6 +74,21 @@ class TestWriting:
                "tie_word_embeddings": False, "sample_from_anchor": True}  # fmt: skip
         assert top.items() <= values.items()
 
+    def test_flat_dspark_has_every_key_that_deepspecs_class_asserts(self):
+        values = write_config("flat", config("dspark"), AROUND)
+        asserted = {"target_layer_ids", "mask_token_id", "num_anchors", "enable_confidence_head", "markov_rank"}
+        assert asserted | {"markov_head_type", "confidence_head_with_markov", "block_size"} <= values.keys()
+        assert values["num_anchors"] == 512
+        assert "num_anchors" not in write_config("flat", config(), AROUND)
+
+    @pytest.mark.parametrize("flavour", ["flat", "speculators"])
+    def test_the_targets_fingerprint_is_written_if_it_is_known(self, flavour):
+        assert "target_fingerprint" not in write_config(flavour, config(), AROUND)
+        known = config(target_fingerprint="0123456789abcdef")
+        values = write_config(flavour, known, AROUND)
+        assert values["target_fingerprint"] == "0123456789abcdef"
+        assert read_config(values) == known
+
     @pytest.mark.parametrize(
         ("kind", "layout", "block_size", "anchor"),
         [("dflash", "fill_in", 16, False), ("dspark", "next_token", 15, True), ("dspark", "fill_in", 16, False)],
@@ -132,6 +148,21 @@ class TestReading:
         assert found == config("dflash", slot_layout="next_token", num_proposals=7)
 
     @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({}, "a drafter of rank 0 does not have"),
+            ({"confidence_head_with_markov": False}, "a drafter of rank 0 does not have"),
+            ({"markov_head_type": None}, "a drafter of rank 0 does not have"),
+            ({"markov_rank": 256, "confidence_head_with_markov": False}, "without confidence_head_with_markov"),
+            ({"markov_rank": 256, "markov_head_type": None}, "markov_head_type is missing"),
+            ({"markov_rank": 256, "markov_head_type": "linear"}, "markov_head is 'linear'"),
+        ],
+    )
+    def test_deepspecs_heads_that_we_do_not_have_are_refused_with_the_reason(self, changes, reason):
+        with pytest.raises(FormatError, match=reason):
+            read_config(DEEPSPEC | {"markov_rank": 0} | changes)
+
+    @pytest.mark.parametrize(
         ("tokens", "flag", "layout", "num"),
         [(8, None, "next_token", 8), (7, None, "fill_in", 7), (8, True, "next_token", 8), (7, False, "fill_in", 7)],
     )
@@ -152,7 +183,7 @@ class TestReading:
             ({"draft_vocab_size": 32_000}, "draft_vocab_size is 32000"),
             ({"target_hidden_size": 4096}, "target_hidden_size is 4096"),
             ({"aux_hidden_state_layer_ids": [1, 9, 36]}, "0 to 34"),
-            ({"aux_hidden_state_layer_ids": [0, 9]}, "count from 1"),
+            ({"aux_hidden_state_layer_ids": [0, 9]}, "count layers from 1"),
             ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is missing"),
             ({"mask_token_id": None}, "mask_token_id is missing"),
             ({"mask_token_id": 151_936}, "no row"),
@@ -190,6 +221,12 @@ class TestReading:
             ({"num_target_layers": 34}, "0 to 32"),
             ({"block_size": None}, "block_size is missing"),
             ({"block_size": "16"}, "wrong type"),
+            ({"block_size": 16.0}, "num_proposals is 15.0"),
+            ({"num_attention_heads": 0, "head_dim": None}, "wrong type"),
+            ({"rope_theta": "much"}, "wrong type"),
+            ({"num_hidden_layers": 10**12, "layer_types": None}, "num_layers is 1000000000000"),
+            ({"num_hidden_layers": 10**12, "layer_types": None, "dflash_config": {"mask_token_id": 1}}, "is missing"),
+            ({"target_fingerprint": "yes"}, "target_fingerprint is 'yes'"),
             ({"hidden_size": None}, "hidden_size is missing"),
             ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is missing"),
         ],
@@ -206,11 +243,12 @@ class TestReading:
 
 
 class TestFolders:
-    """Other people's folders, in their exact layout, tiny and random."""
+    """Other people's folders, in their exact layout, tiny and random; they record no fingerprint."""
 
     def folder(self, tmp_path, kind, changes, *, dtype=torch.float32, extra=None):
         target = tiny_target(dtype=torch.float32)
-        drafter = tiny_drafter(kind, target, **({"confidence_head": True} if kind == "dspark" else {}))
+        heads = {"confidence_head": True} if kind == "dspark" else {}
+        drafter = tiny_drafter(kind, target, target_fingerprint=None, **heads)
         own = drafter.config
         layers = {
             "model_type": "qwen3", "head_dim": own.head_dim, "hidden_size": 32, "intermediate_size": 48,
@@ -255,6 +293,31 @@ class TestFolders:
         assert loaded.config == drafter.config
         for name, tensor in drafter.state_dict().items():
             assert torch.equal(loaded.state_dict()[name], tensor.bfloat16().float())
+
+    def test_deepspecs_dflash_drafts_with_slot_0(self, tmp_path):
+        """Its DSpark with rank 0: no heads in the folder, copies of the target's tensors, and slot 0 predicts."""
+
+        def without_heads(layers, ids):
+            values = self.deepspec(layers, ids) | {"markov_rank": 0, "enable_confidence_head": False}
+            return {k: v for k, v in values.items() if k not in ("markov_head_type", "confidence_head_with_markov")}
+
+        target, drafter = self.folder(
+            tmp_path, "dflash", without_heads, extra=lambda target: {"lm_head.weight": target.head.clone()}
+        )
+        loaded = load_drafter(tmp_path, target)
+        assert loaded.config == drafter.config.replace(slot_layout="next_token")
+        assert loaded.config.num_slots == 4
+
+    def test_a_fine_tuned_target_may_take_over_a_drafter_with_copies_of_the_old_one(self, tmp_path):
+        old, drafter = self.folder(
+            tmp_path, "dspark", self.deepspec, extra=lambda target: {"lm_head.weight": target.head.clone()}
+        )
+        tuned = tiny_target(dtype=torch.float32, seed=9)
+        assert fingerprint(tuned) != fingerprint(old)
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight is not a copy"):
+            load_drafter(tmp_path, tuned)
+        loaded = load_drafter(tmp_path, tuned, same_target=False)
+        assert torch.equal(loaded.fc.weight, drafter.fc.weight)
 
     def test_a_head_of_its_own_is_refused(self, tmp_path):
         target, _ = self.folder(

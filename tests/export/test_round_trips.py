@@ -10,6 +10,7 @@ from blockdraft.decoding import generate
 from blockdraft.drafters import CheckpointError, load_drafter, save_drafter
 from blockdraft.export import check_export, export_drafter
 from blockdraft.export.drafter import probe_logits
+from blockdraft.targets import fingerprint
 
 from tiny import tiny_drafter, tiny_target
 
@@ -111,7 +112,7 @@ def test_a_tied_head_is_stored_twice(tmp_path):
         ("sliding_window_non_causal", False, "sliding_window_non_causal is False; it must be True"),
         ("sliding_window_non_causal", None, "sliding_window_non_causal is missing"),
         ("aux_hidden_state_layer_ids", [1, 2], r"fc\.weight is \(32, 96\), not \(32, 64\)"),
-        ("aux_hidden_state_layer_ids", [4, 5, 6], "of 0 to 4"),
+        ("aux_hidden_state_layer_ids", [4, 5, 6], "0 to 4"),
         ("aux_hidden_state_layer_ids", [1, 2, 3], r"target_layers is \[0, 1, 2\]; the checkpoint's is \[1, 2, 3\]"),
         ("speculators_config.proposal_methods.0.speculative_tokens", 9, "neither layout"),
         ("speculators_config.proposal_methods.0.verifier_accept_k", 2, "proposal_methods is"),
@@ -214,7 +215,7 @@ def _other_weights(tensors):
         (_shape, r"norm\.weight is \(33,\), not \(32,\)"),
         (_nan, r"fc\.weight holds NaN or infinity"),
         (_infinity, r"markov_w2\.weight holds NaN or infinity"),
-        (_dtype, r"norm\.weight is torch\.bfloat16, the configuration says float32"),
+        (_dtype, r"norm\.weight is torch\.bfloat16, but config\.json says float32"),
         (_no_head, r"missing lm_head\.weight"),
         (_other_head, r"lm_head\.weight is not a copy"),
         (_other_weights, r"norm\.weight is not the checkpoint's"),
@@ -244,10 +245,44 @@ def test_a_wrong_slot_layout_is_seen_in_the_logits(target, exported):
         check_export(out, target=target, checkpoint=checkpoint)
 
 
-def test_another_target_is_refused(exported):
+@pytest.mark.parametrize(("kind", "flavour"), [("dflash", "flat"), ("dflash", "speculators"), ("dspark", "flat")])
+def test_another_target_of_the_same_shapes_is_refused(exported, target, kind, flavour):
+    other = tiny_target(dtype=torch.float32, seed=5)
+    with pytest.raises(CheckpointError, match=f"{fingerprint(target)}.*{fingerprint(other)}"):
+        check_export(exported(kind, flavour)[1], target=other)
+
+
+def test_another_targets_copies_are_refused_where_no_fingerprint_is_recorded(exported):
     other = tiny_target(dtype=torch.float32, seed=5)
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is not a copy"):
-        check_export(exported("dspark")[1], target=other)
+        check_export(exported("dspark", target_fingerprint=None)[1], target=other)
+
+
+def test_an_export_of_an_older_version_records_no_fingerprint_and_passes(target, exported):
+    checkpoint, out = exported("dflash", "flat")
+    values = json.loads((out / "config.json").read_text())
+    del values["target_fingerprint"]
+    (out / "config.json").write_text(json.dumps(values))
+    check_export(out, target=target, checkpoint=checkpoint)
+
+
+def test_deepspecs_number_of_anchors_must_be_there_whatever_it_is(target, exported):
+    checkpoint, out = exported("dspark", "flat")
+    values = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(values | {"num_anchors": 64}))
+    check_export(out, target=target, checkpoint=checkpoint)
+    del values["num_anchors"]
+    (out / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="num_anchors is missing"):
+        check_export(out, target=target, checkpoint=checkpoint)
+
+
+def test_a_bfloat16_checkpoint_is_compared_in_bfloat16(target, tmp_path):
+    drafter = tiny_drafter("dspark", target).to(torch.bfloat16)
+    save_drafter(drafter, tmp_path / "checkpoint")
+    done = export_drafter(drafter, target, tmp_path / "out", "flat")
+    assert done.dtype == "bfloat16"
+    check_export(tmp_path / "out", target=target, checkpoint=tmp_path / "checkpoint")
 
 
 def test_a_checkpoint_of_ours_is_no_export(target, tmp_path):
@@ -266,6 +301,8 @@ def test_only_an_export_is_ever_replaced(target, tmp_path):
     (out / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match=r"more than an export \(thesis.tex\)"):
         export_drafter(drafter, target, out, "flat", force=True)
+    with pytest.raises(CheckpointError, match="is a file"):
+        export_drafter(drafter, target, out / "thesis.tex", "flat", force=True)
     assert (out / "thesis.tex").exists()
     assert check_export(out).flavour == "speculators"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

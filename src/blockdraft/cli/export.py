@@ -52,7 +52,7 @@ def export(
         _check(check, checkpoint, target, as_json)
         return
     from blockdraft.drafters import find_drafter, load_drafter
-    from blockdraft.drafters.checkpoint import load_json, stored_dtype
+    from blockdraft.drafters.checkpoint import load_config, load_json, stored_dtype
     from blockdraft.drafters.formats import FORMATS
     from blockdraft.export import check_export, engine_notes, export_drafter, run_facts
     from blockdraft.export.commands import STATE_SAMPLING
@@ -65,6 +65,7 @@ def export(
     facts = run_facts(folder)
     load_json(folder)  # what is no drafter is refused before a target is loaded
     model = _target(target or facts.target)
+    load_config(folder, model.num_layers)
     drafter = load_drafter(folder, model, dtype=stored_dtype(folder))
     done = export_drafter(drafter, model, out, flavour, dtype=chosen, verifier=verifier, facts=facts, force=force)
     checked = check_export(out, target=model, checkpoint=folder)

@@ -103,7 +103,7 @@ def _download(repository: str) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{repository}: no such folder here, and it cannot be had from the Hugging Face Hub: {reason}"
+            f"{repository}: no such folder here, and it cannot be had from the Hub: {reason}"
         ) from error
 
 
