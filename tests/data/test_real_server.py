@@ -3,9 +3,9 @@
 import sys
 
 import pytest
+from blockdraft.data.dialogue import Conversation, GenerationSettings
 from transformers.utils.import_utils import is_serve_available
 
-from blockdraft.data.dialogue import Conversation, GenerationSettings
 from blockdraft.data.prompts import Prompt
 from blockdraft.data.server import ServerEngine
 from blockdraft.decoding import generate

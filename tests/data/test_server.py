@@ -6,10 +6,10 @@ import threading
 import time
 
 import pytest
-
 from blockdraft.data.dialogue import Conversation, GenerationSettings
-from blockdraft.data.engine import EngineError
 from blockdraft.data.link import Link
+
+from blockdraft.data.engine import EngineError
 from blockdraft.data.prompts import Prompt
 from blockdraft.data.server import ServerEngine
 from blockdraft.targets import Sampling
