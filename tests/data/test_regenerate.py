@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+from dataclasses import asdict
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,8 +17,11 @@ from blockdraft.data import (
     LocalEngine,
     Prompt,
     open_dataset,
+    read_completions,
+    read_manifest,
     regenerate,
 )
+from blockdraft.decoding import generate
 from blockdraft.targets import Sampling
 
 from killing import killed
@@ -29,8 +33,8 @@ PROMPTS = [Prompt(f"p{i}", (f"w{5 + i % 30} w7", "w8")[: 1 + i % 2]) for i in ra
 
 def make(folder, target=None, *, prompts=PROMPTS, settings=SETTINGS, engine=None, shard_size=5, **options):
     target = target or tiny_target()
-    engine = engine or LocalEngine(target, settings, 4)
-    return regenerate(prompts, target, engine, settings, folder, shard_size=shard_size, **options)
+    engine = engine or LocalEngine(target, 4)
+    return regenerate(prompts, target, settings, folder, engine=engine, shard_size=shard_size, **options)
 
 
 def rows(folder):
@@ -45,62 +49,68 @@ class Halting(LocalEngine):
         super().__init__(*args)
         self.after = after
 
-    def run(self, dialogues):
-        for dialogue in super().run(dialogues):
+    def run(self, conversations):
+        for conversation in super().run(conversations):
             if self.after == 0:
                 raise KeyboardInterrupt
             self.after -= 1
-            yield dialogue
+            yield conversation
 
 
 class Unordered(Engine):
-    """Like a server: answers in any order, and is not asked by shard."""
+    """Like a server: answers in any order, is not asked by shard, and cannot answer the prompts that are ``odd``."""
 
     name = "unordered"
-    by_shard = False
+    repeatable = False
 
-    def __init__(self, fail_after=None):
-        self.fail_after, self.asked = fail_after, []
+    def __init__(self, fail_after=None, odd=()):
+        self.fail_after, self.odd, self.asked = fail_after, odd, []
+
+    def prepare(self, target, sampling):
+        pass
 
     def describe(self):
-        return {"name": self.name}
+        return {"servers": []}
 
-    def run(self, dialogues):
-        for number, dialogue in enumerate(random.Random(len(dialogues)).sample(dialogues, len(dialogues))):
+    def run(self, conversations):
+        conversations = list(conversations)
+        for number, each in enumerate(random.Random(len(conversations)).sample(conversations, len(conversations))):
             if number == self.fail_after:
                 raise EngineError("the server has gone")
-            self.asked.append(dialogue.index)
-            while not dialogue.done:
-                dialogue.answer([5 + dialogue.index % 30, 0])
-            yield dialogue
+            self.asked.append(each.index)
+            if each.index in self.odd:
+                each.fail("the server failed on it")
+            while not each.done:
+                each.answer([5 + each.index % 30, 0])
+            yield each
 
 
 def test_the_rows_are_all_turns_in_order_and_the_manifest_counts_them(tmp_path):
     target = tiny_target()
     manifest = make(tmp_path, target)
     found = rows(tmp_path)
-    assert manifest["complete"]
-    assert len(manifest["shards"]) == 5
+    assert manifest == read_manifest(tmp_path)
+    assert manifest.complete
+    assert len(manifest.shards) == 5
     conversations = [row["id"].split("#")[0] for row in found]
     assert list(dict.fromkeys(conversations)) == [prompt.id for prompt in PROMPTS]
-    assert sum(entry["rows"] for entry in manifest["shards"].values()) == len(found)
-    tokens = sum(entry["response_tokens"] for entry in manifest["shards"].values())
-    assert tokens == sum(len(row["response_ids"]) for row in found)
-    first = Conversation(PROMPTS[0], 0, target, SETTINGS)
-    assert found[0]["prompt_ids"] == first.prompt_ids
-    paths = open_dataset(tmp_path, target)
-    assert len(paths) == len(found)
+    assert manifest.totals.rows == len(found)
+    assert manifest.totals.response_tokens == sum(len(row["response_ids"]) for row in found)
+    assert found[0]["prompt_ids"] == Conversation(PROMPTS[0], target, SETTINGS).request.prompt_ids
+    dataset = open_dataset(tmp_path, target)
+    assert len(dataset) == len(found)
     for index, row in enumerate(found):
-        assert paths[index].tolist() == row["prompt_ids"] + row["response_ids"]
-        assert paths.prompt_lengths[index] == len(row["prompt_ids"])
+        assert dataset[index].tolist() == row["prompt_ids"] + row["response_ids"]
+        assert dataset.prompt_lengths[index] == len(row["prompt_ids"])
+    assert [asdict(each) for each in read_completions(tmp_path)] == found
 
 
 @pytest.mark.parametrize("after", [0, 3, 5, 11, 22])
-def test_an_interrupted_run_goes_on_to_the_same_rows(tmp_path, after):
+def test_an_interrupted_run_resumes_to_the_same_rows(tmp_path, after):
     target = tiny_target()
     make(tmp_path / "whole", target)
     with pytest.raises(KeyboardInterrupt):
-        make(tmp_path / "parts", target, engine=Halting(target, SETTINGS, 4, after=after))
+        make(tmp_path / "parts", target, engine=Halting(target, 4, after=after))
     seen = []
     make(tmp_path / "parts", target, on_progress=lambda num, _tokens, new: seen.append((num, new)))
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
@@ -179,20 +189,6 @@ def test_a_deleted_shard_is_made_anew_as_it_was(tmp_path):
     assert rows(tmp_path) == before
 
 
-def test_other_folders_and_damaged_manifests_are_refused(tmp_path):
-    with pytest.raises(DataError, match="is not a data folder"):
-        open_dataset(tmp_path)
-    (tmp_path / "other.parquet").touch()
-    with pytest.raises(DataError, match="holds Parquet files but no manifest"):
-        make(tmp_path)
-    (tmp_path / "manifest.json").write_text('{"format": 1,')
-    with pytest.raises(DataError, match="is damaged"):
-        open_dataset(tmp_path)
-    (tmp_path / "manifest.json").write_text('{"format": 99}')
-    with pytest.raises(DataError, match="has format 99"):
-        open_dataset(tmp_path)
-
-
 def test_data_of_another_target_or_template_is_refused(tmp_path):
     target = tiny_target()
     make(tmp_path, target)
@@ -211,7 +207,7 @@ def test_data_of_another_target_or_template_is_refused(tmp_path):
 def test_an_unfinished_folder_is_opened_only_if_asked(tmp_path):
     target = tiny_target()
     with pytest.raises(KeyboardInterrupt):
-        make(tmp_path, target, engine=Halting(target, SETTINGS, 4, after=12))
+        make(tmp_path, target, engine=Halting(target, 4, after=12))
     with pytest.raises(DataError, match="has 2 of 5 shards; run the same data regenerate again"):
         open_dataset(tmp_path, target)
     assert len(open_dataset(tmp_path, target, partial=True)) == len(rows(tmp_path))
@@ -222,6 +218,9 @@ def test_texts_longer_than_the_target_reads_and_no_prompts_are_refused(tmp_path)
         make(tmp_path, settings=GenerationSettings(max_length=513))
     with pytest.raises(DataError, match="there are no prompts"):
         make(tmp_path, prompts=[])
+    with pytest.raises(DataError, match="shard_size must be at least 1"):
+        make(tmp_path, shard_size=0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_killed_at_random_moments_the_final_rows_are_those_of_an_uninterrupted_run(tmp_path):
@@ -233,3 +232,118 @@ def test_killed_at_random_moments_the_final_rows_are_those_of_an_uninterrupted_r
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
     left = {path.name for path in (tmp_path / "parts").iterdir()}
     assert left == {".lock", "manifest.json", *(f"shard-{i:05d}.parquet" for i in range(5))}
+
+
+def test_the_sampling_in_the_manifest_is_what_was_sampled(tmp_path):
+    """There is one place to say it: a greedy folder holds the greedy text, whatever the engine did before."""
+    target = tiny_target()
+    engine = LocalEngine(target, 4)
+    greedy = GenerationSettings(Sampling(0.0), 12, 60)
+    sampled = make(tmp_path / "sampled", target, engine=engine)
+    manifest = make(tmp_path / "greedy", target, settings=greedy, engine=engine)
+    assert (sampled.identity.sampling, manifest.identity.sampling) == (Sampling(), Sampling(0.0))
+    for row in read_completions(tmp_path / "greedy"):
+        assert row.response_ids == generate(target, None, row.prompt_ids, rule="greedy", max_new_tokens=12).tokens
+    assert rows(tmp_path / "sampled") != rows(tmp_path / "greedy")
+
+
+def test_an_engine_with_another_target_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(EngineError, match="give the engine the very target"):
+        make(tmp_path / "new", tiny_target(), engine=LocalEngine(tiny_target(seed=1)))
+    assert not (tmp_path / "new").exists()
+
+
+def test_conversations_that_an_engine_fails_on_are_dropped_and_counted(tmp_path):
+    manifest = make(tmp_path, engine=Unordered(odd={3, 17}))
+    assert manifest.totals.dropped == {"the server failed on it": 2}
+    kept = {row["id"].split("#")[0] for row in rows(tmp_path)}
+    assert kept == {prompt.id for prompt in PROMPTS} - {"p3", "p17"}
+
+
+def test_an_engine_that_fails_on_nearly_all_is_an_error_and_all_are_asked_again(tmp_path):
+    everything = range(len(PROMPTS))
+    with pytest.raises(
+        DataError, match=r"failed on 22 of 23 conversations \(the server failed on it: 22\).*asks again"
+    ):
+        make(tmp_path, engine=Unordered(odd={*everything} - {5}))
+    mended = Unordered()
+    make(tmp_path, engine=mended)
+    assert sorted(mended.asked) == [index for index in everything if index != 5]
+    make(tmp_path / "whole", engine=Unordered())
+    assert rows(tmp_path) == rows(tmp_path / "whole")
+
+
+def test_few_failures_among_many_are_written_down_before_the_end(tmp_path):
+    """Every shard has a failure: if they waited for the end, all rows would wait in memory with them."""
+    many = [Prompt(f"p{i}", ("w5",)) for i in range(300)]
+    written = []
+
+    class InOrder(Unordered):
+        def run(self, conversations):
+            for each in conversations:
+                yield from super().run([each])
+                written.append(len(list(tmp_path.glob("*.parquet"))))
+
+    manifest = make(tmp_path, prompts=many, engine=InOrder(odd=range(0, 300, 30)), shard_size=30)
+    assert manifest.totals.dropped == {"the server failed on it": 10}
+    assert (written[59], written[150], written[299]) == (0, 5, 10)
+
+
+def test_an_engine_that_fails_on_nearly_all_is_stopped_early(tmp_path):
+    many = [Prompt(f"p{i}", ("w5",)) for i in range(500)]
+    engine = Unordered(odd=range(500))
+    with pytest.raises(DataError, match="failed on 64 of 64 conversations"):
+        make(tmp_path, prompts=many, engine=engine)
+    assert len(engine.asked) == 64
+
+
+def test_a_failure_that_is_left_over_after_an_interruption_is_no_reason_to_stop(tmp_path):
+    """What counts is the whole folder: one odd conversation may be the last that is left."""
+    with pytest.raises(EngineError, match="gone"):
+        make(tmp_path, engine=Unordered(fail_after=22))
+    (left,) = {*range(len(PROMPTS))} - {json.loads(line)["index"] for line in journal(tmp_path)}
+    manifest = make(tmp_path, engine=Unordered(odd={left}))
+    assert manifest.totals.dropped == {"the server failed on it": 1}
+
+
+def test_a_folder_in_which_nearly_nothing_was_kept_is_an_error(tmp_path):
+    settings = GenerationSettings(max_new_tokens=12, max_length=4)
+    for _ in range(2):  # also when it is complete already
+        with pytest.raises(DataError, match=r"nearly nothing was kept: 0 responses of 23 .*prompt too long: 23"):
+            make(tmp_path, settings=settings)
+
+
+def journal(folder):
+    return (folder / "journal.jsonl").read_bytes().splitlines()
+
+
+def journal_line(index, response_ids, finish="stop"):
+    row = {"id": f"p{index}#0", "prompt_ids": [5], "response_ids": response_ids, "finish_reason": finish}
+    return json.dumps({"index": index, "rows": [row], "dropped": None}).encode()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe",
+        b"{}",
+        b"[1, 2]",
+        journal_line(0, [True, 0]),
+        journal_line(0, [99, 0]),
+        journal_line(0, ["7", 0]),
+        journal_line(0, [7], "tired"),
+        journal_line(99, [7, 0]),
+        journal_line(True, [7, 0]),
+    ],
+)
+def test_a_damaged_line_of_the_journal_is_asked_again(tmp_path, line):
+    with pytest.raises(EngineError, match="gone"):
+        make(tmp_path, engine=Unordered(fail_after=9))
+    kept = journal(tmp_path)
+    (tmp_path / "journal.jsonl").write_bytes(b"\n".join([*kept[:4], line, *kept[4:]]) + b"\n")
+    engine = Unordered()
+    with pytest.warns(UserWarning, match="damaged in line 5; these conversations are asked again"):
+        make(tmp_path, engine=engine)
+    assert len(engine.asked) == len(PROMPTS) - 9
+    make(tmp_path / "whole", engine=Unordered())
+    assert rows(tmp_path) == rows(tmp_path / "whole")

@@ -4,7 +4,6 @@ import json
 import sys
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -14,11 +13,9 @@ import pytest
 
 from blockdraft.data import Prompt, PromptError
 from blockdraft.data.prompts import Dropped
-from blockdraft.data.selection import select
 from blockdraft.data.sources import PRESETS, load_dataset, pocket_prompts, read_source
 from blockdraft.pocket.corpus import split_of
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 ROWS = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "source": "x"},
     {"conversations": [{"from": "tool", "value": "Hi"}], "source": "x"},
@@ -105,7 +102,7 @@ def test_files_of_a_data_set_that_is_a_script(tmp_path):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(PromptError, match=r"needs a package: pip install 'blockdraft\[datasets\]'$"):
+    with pytest.raises(PromptError, match=r"needs the package datasets: pip install 'blockdraft\[datasets\]'$"):
         list(read_source("someone/chats"))
 
 
@@ -159,16 +156,3 @@ def test_pocket_is_a_function_of_the_seed():
     assert {prompt.source for prompt in some(3, "code")} == {"pocket/code"}
     with pytest.raises(PromptError, match=r"unknown family 'poetry' .*known: math, code, chat"):
         some(3, "poetry")
-
-
-def test_the_shared_training_prompts_all_pass():
-    path = SHARED / "train_prompts.jsonl"
-    if not path.is_file():
-        pytest.skip("needs the training prompts")
-    summary = select(read_source(str(path)), num=500, heldout=50).summary
-    assert summary.to_dict() == {
-        "read": 19877,
-        "kept": 500,
-        "heldout": 50,
-        "dropped": {"more than asked for": 19877 - 550},
-    }

@@ -27,8 +27,11 @@ JOURNAL = "journal.jsonl"
 LEAST_KEPT = 0.1
 """Rows per conversation below which nearly nothing was kept, so that the data is not what was asked for."""
 
+USUAL_FAILURES = 0.1
+"""The share of failures up to which they are taken to lie in single conversations, and written down at once."""
+
 EARLIEST_VERDICT = 64
-"""The number of finished conversations after which an engine that fails on nearly all of them is stopped."""
+"""The number of finished conversations after which either share is meaningful."""
 
 Progress = Callable[[int, int, bool], None]
 """Called with the number of conversations, their response tokens, and whether this very run made them."""
@@ -130,6 +133,7 @@ class _Run:
         self.journal = Journal(store.folder / JOURNAL)
         self.pending: dict[int, Finished] = {}
         self.failed: list[Finished] = []
+        self.num_failed = 0
         self.num_done = sum(len(shard) for number, shard in enumerate(self.shards) if store.has(number))
         self.num_rows = store.manifest.totals.rows
 
@@ -166,9 +170,11 @@ class _Run:
         return (Conversation(self.prompts[index], self.target, self.settings, index=index) for index in indices)
 
     def _hold_back(self, finished: Finished) -> None:
-        """Write a conversation that the engine failed on down only if the engine does not fail on nearly all."""
+        """Keep a conversation that the engine failed on until it is clear that the engine does not fail on all."""
         self.failed.append(finished)
-        if self._is_healthy() or self.num_done + len(self.failed) >= EARLIEST_VERDICT:
+        self.num_failed += 1
+        num = self.num_done + len(self.failed)
+        if num >= EARLIEST_VERDICT and (self.num_failed <= USUAL_FAILURES * num or not self._is_healthy()):
             self._accept_failed()
 
     def _accept_failed(self) -> None:
