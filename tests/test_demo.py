@@ -31,7 +31,7 @@ def test_all_stages_and_going_on(tmp_path, monkeypatch):
     with pytest.raises(StopError):
         Demo("pocket", tmp_path, stop).run()
     assert list(dict.fromkeys(stage.partition(" with ")[0] for stage in seen)) == [
-        "data: the target answers", "features of the target", "training", "target paths", "predictions",
+        "data: the target answers", "features of the target", "training", "texts of the target", "predictions",
     ]  # fmt: skip
     assert {"training with CE", "training with BV"} < set(seen)
     files = {name: tmp_path / "runs" / name / "checkpoint" / "model.safetensors" for name in ("ce", "bv")}
@@ -43,7 +43,7 @@ def test_all_stages_and_going_on(tmp_path, monkeypatch):
     assert {(a.drafter, a.rule) for a in results.averages} == {
         (drafter, rule) for drafter in ("ce", "bv") for rule in ("greedy", "token", "block")
     }
-    assert [each.label for each in results.drafters] == ["CE", "BV"]
+    assert [each.label for each in results.drafters] == ["CE", "BV (beta to 0.5 over 100%)"]
     assert [len(each.points) for each in results.dynamics] == [2, 2]
     assert "<html" in report.page.read_text()
     assert json.loads((tmp_path / "evaluation" / "results.json").read_text())["target"] == "pocket"

@@ -86,7 +86,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         renamed = {(METRICS | RESULT_KEYS).get(key, key): inner for key, inner in value.items()}
         return {key: _plain(inner) for key, inner in renamed.items() if key not in TIMINGS}
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [
+            _plain(inner) for inner in value if not (isinstance(inner, dict) and inner.get("quantity") == "speedup")
+        ]
+    return value
 
 
 def differences(before: Any, after: Any, place: str = "") -> list[str]:
@@ -96,6 +100,8 @@ def differences(before: Any, after: Any, place: str = "") -> list[str]:
         return missing + [
             line for key in before if key in after for line in differences(before[key], after[key], f"{place}/{key}")
         ]
+    if isinstance(before, list) and isinstance(after, list) and all(map(_key, [*before, *after])):
+        return differences(*({_key(each): each for each in side} for side in (before, after)), place)
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         return [
             line
@@ -103,6 +109,14 @@ def differences(before: Any, after: Any, place: str = "") -> list[str]:
             for line in differences(*pair, f"{place}/{i}")
         ]
     return [] if before == after else [f"{place}: {before!r} before, {after!r} after"]
+
+
+def _key(value: Any) -> str:
+    """What tells an entry of cells, averages or comparisons from the others, wherever it stands; else empty."""
+    if not isinstance(value, dict) or not {"drafter", "rule", "draft_temperature_choice"} <= value.keys():
+        return ""
+    names = ("drafter", "rule", "draft_temperature_choice", "task", "quantity")
+    return "/".join(str(value.get(name, "")) for name in names)
 
 
 def count(value: Any) -> int:

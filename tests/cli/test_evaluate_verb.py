@@ -38,7 +38,8 @@ def run(*arguments, processes=1):
 
 def records(folder):
     lines = [json.loads(line) for file in (folder / "records").iterdir() for line in file.read_text().splitlines()]
-    return {(line["prompt"], line["way"]): [turn["tokens"] for turn in line["turns"]] for line in lines}
+    keys = ("prompt", "drafter", "rule", "draft_temperature")
+    return {tuple(line[key] for key in keys): [turn["tokens"] for turn in line["turns"]] for line in lines}
 
 
 def test_two_processes_find_what_one_finds(drafter, tmp_path):
@@ -49,11 +50,11 @@ def test_two_processes_find_what_one_finds(drafter, tmp_path):
     assert two.returncode == 0, two.stderr
     assert sorted(file.name for file in (tmp_path / "two" / "records").iterdir()) == ["0.jsonl", "1.jsonl"]
     found = records(tmp_path / "two")
-    assert {(prompt, way.replace("it/", "mine/")): tokens for (prompt, way), tokens in found.items()} == records(
-        tmp_path / "one"
-    )
+    assert {(p, d and "mine", *how): tokens for (p, d, *how), tokens in found.items()} == records(tmp_path / "one")
     results = json.loads(one.stdout)
-    assert [(each["drafter"], each["rule"]) for each in results["averages"]] == [("mine", "token"), ("mine", "block")]
+    assert [(each["drafter"], each["rule"], each["choice"]) for each in results["averages"]] == [
+        ("mine", rule, choice) for rule in ("token", "block") for choice in ("paper", "one-hot")
+    ]
     assert two.stdout.count("speed-up") == 1  # only the first process prints
     lengths = [json.loads((tmp_path / name / "results.json").read_text())["averages"] for name in ("one", "two")]
     for ours, theirs in zip(*lengths, strict=True):
@@ -67,6 +68,7 @@ def test_two_processes_find_what_one_finds(drafter, tmp_path):
         (["--rules", "blok"], "'blok' is not one of 'greedy', 'token', 'block'"),
         (["--tasks", "gsm8"], "did you mean 'gsm8k'"),
         (["--temperature", "0"], "must be above 0"),
+        (["--checkpoint", "first"], "a best and a last checkpoint, not 'first'"),
         (["--tasks", "gsm8k", "--prompts", "nowhere"], "nowhere"),
     ],
 )

@@ -1,6 +1,7 @@
 """Whole evaluations of tiny targets, from prompts to results."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,12 +9,34 @@ import torch
 from blockdraft.data.paths import read_rows
 from blockdraft.evaluation.about import load_candidates
 
+<<<<<<< HEAD
 from blockdraft.data import Prompt
 from blockdraft.decoding import generate
 from blockdraft.drafters import DrafterConfig, build_drafter, save_drafter
 from blockdraft.evaluation import Candidate, Evaluation, EvaluationError, Protocol, Task, read_results, read_traces
 from blockdraft.evaluation.conversation import DecodingSetup, converse, seed_of
 from blockdraft.evaluation.dynamics import fixed_blocks, training_dynamics
+=======
+from blockdraft.data import Completion, Prompt, TextDataset, open_dataset
+from blockdraft.data.paths import read_rows
+from blockdraft.decoding import generate
+from blockdraft.drafters import DrafterConfig, build_drafter
+from blockdraft.evaluation import (
+    Candidate,
+    Evaluation,
+    EvaluationError,
+    Protocol,
+    Task,
+    load_candidates,
+    read_profile,
+    read_results,
+    read_traces,
+)
+from blockdraft.evaluation.conversation import converse, seed_of
+from blockdraft.evaluation.dynamics import fixed_blocks, measure, training_dynamics
+from blockdraft.evaluation.metrics import profile
+from blockdraft.evaluation.protocol import DecodingSetup
+>>>>>>> evaluation
 from blockdraft.evaluation.tracing import _texts
 from blockdraft.targets import load_target
 
@@ -21,6 +44,7 @@ import runs
 from tiny import EOS, tiny_drafter, tiny_target
 
 B = 4
+CHOICES = (("paper", 1.0), ("best", 1.5), ("one-hot", 0.0))
 FEW = Protocol(max_new_tokens=24, num_bootstrap=50, num_traces=1, draft_temperatures=(0.6, 1.0))
 
 
@@ -36,11 +60,11 @@ def tasks(num=4):
 
 
 def candidate(name, drafter):
-    return Candidate(name, "nowhere", drafter, None, None, None)
+    return Candidate(name, Path("nowhere"), drafter)
 
 
 def bigram_target(eos=None):
-    """A target whose law depends on the last token alone: its layers add nothing."""
+    """A target whose next token depends on the last token alone: its layers add nothing."""
     target = tiny_target(eos=eos, dtype=torch.float32)
     with torch.no_grad():
         for layer in target.model.model.layers:
@@ -50,7 +74,7 @@ def bigram_target(eos=None):
     return target
 
 
-def same_law(target):
+def equal_drafter(target):
     """A drafter with q = p for a bigram target: all of it in the Markov head."""
     config = DrafterConfig.for_target(
         "dspark", target, num_layers=1, num_proposals=B, num_features=3, markov_rank=target.hidden_size
@@ -64,9 +88,9 @@ def same_law(target):
     return drafter
 
 
-def shifted_law(target, scale=1.5):
-    """As `same_law`, too sure of itself: q is p to some power."""
-    drafter = same_law(target)
+def sharpened_drafter(target, scale=1.5):
+    """As `equal_drafter`, with q a power of p: too sure of itself above 1, not sure enough below."""
+    drafter = equal_drafter(target)
     with torch.no_grad():
         drafter.markov_head.markov_w2.weight.mul_(scale)
     return drafter
@@ -77,13 +101,21 @@ def evaluate(target, drafters, out, protocol=FEW, given=None, **options):
     return Evaluation(target, candidates, given or tasks(), protocol, out, **options).run()
 
 
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "records" / "0.jsonl").read_text().splitlines()]
+
+
+def key_of(line):
+    return line["prompt"], line["drafter"], line["rule"], line["draft_temperature"]
+
+
 def cells(results, **wanted):
     return [cell for cell in results.cells if all(getattr(cell, key) == value for key, value in wanted.items())]
 
 
 def test_a_drafter_equal_to_its_target_keeps_every_block(tmp_path):
     target = bigram_target()
-    results = evaluate(target, {"same": same_law(target)}, tmp_path)
+    results = evaluate(target, {"same": equal_drafter(target)}, tmp_path)
     for cell in cells(results, choice="paper"):
         assert cell.whole_block_rate == 1.0
         assert cell.draft_length.value == B
@@ -93,6 +125,7 @@ def test_a_drafter_equal_to_its_target_keeps_every_block(tmp_path):
         assert cell.predicted_length.value == pytest.approx(B + 1, rel=1e-4)
     assert results.drafters[0].best_draft_temperature == {"token": 1.0, "block": 1.0}
     assert not cells(results, choice="best")
+    assert cells(results, choice="one-hot")
 
 
 def test_a_random_drafter_keeps_almost_nothing(tmp_path):
@@ -108,8 +141,11 @@ def test_predicted_and_measured_lengths_agree(tmp_path):
     target = bigram_target(eos=EOS)
     protocol = Protocol(max_new_tokens=24, num_bootstrap=300, num_traces=0, draft_temperatures=(1.0, 1.5))
     given = [Task("one", "One", "math", "here", prompts(24)), Task("two", "Two", "chat", "here", prompts(10, turns=2))]
-    results = evaluate(target, {"sure": shifted_law(target)}, tmp_path, protocol, given)
+    results = evaluate(target, {"sure": sharpened_drafter(target)}, tmp_path, protocol, given)
     assert results.drafters[0].best_draft_temperature == {"token": 1.5, "block": 1.5}  # which undoes the power
+    assert {(each.rule, each.choice, each.draft_temperature) for each in results.averages} == {
+        ("greedy", "paper", 0.0), *((r, *c) for r in ("token", "block") for c in CHOICES)
+    }  # fmt: skip
     for cell in results.cells:
         if cell.rule == "greedy":
             assert cell.predicted_length.value == pytest.approx(cell.acceptance_length.value)
@@ -121,8 +157,71 @@ def test_predicted_and_measured_lengths_agree(tmp_path):
             spread = [(e.high - e.low) / 3.92 for e in (cell.predicted_length, cell.acceptance_length)]
             assert abs(apart) < 4 * np.hypot(*spread)
             assert 1.5 < cell.acceptance_length.value < B + 1
-    block, token = (next(a for a in results.averages if (a.rule, a.choice) == (r, "paper")) for r in ("block", "token"))
-    assert block.predicted_length.value >= token.predicted_length.value
+    averages = {(each.rule, each.choice): each for each in results.averages}
+    block, token = (averages[rule, "paper"].predicted_length.value for rule in ("block", "token"))
+    assert block >= token
+    assert averages["block", "one-hot"].predicted_length == averages["token", "one-hot"].predicted_length
+    assert averages["block", "one-hot"].predicted_length.value < 0.95 * block  # argmax drafts waste a good drafter
+
+
+def test_one_hot_drafts_are_decoded_under_both_sampled_rules(tmp_path):
+    """Both sampled rules are measured with them, unless the protocol says no."""
+    target = bigram_target(eos=EOS)
+    evaluate(target, {"sure": sharpened_drafter(target)}, tmp_path)
+    kept = {}
+    for line in lines_of(tmp_path):
+        if (line["drafter"], line["draft_temperature"]) == ("sure", 0.0) and line["rule"] != "greedy":
+            kept[line["prompt"], line["rule"]] = sum(sum(turn["accepted"]) for turn in line["turns"])
+    assert len(kept) == 2 * sum(len(task.prompts) for task in tasks())
+    assert sum(kept.values()) > 20
+    only = Protocol(rules=("block",), max_new_tokens=8, num_bootstrap=5, num_traces=0, one_hot=False)
+    without = evaluate(target, {"sure": sharpened_drafter(target)}, tmp_path / "without", only)
+    assert not cells(without, choice="one-hot")
+
+
+def test_drafters_are_compared_on_the_same_prompts(tmp_path):
+    target = bigram_target(eos=EOS)
+    drafters = {"unsure": sharpened_drafter(target, 0.6), "flash": tiny_drafter("dflash", target)}
+    results = evaluate(target, drafters | {"equal": equal_drafter(target)}, tmp_path)
+    assert {(each.drafter, each.baseline) for each in results.comparisons} == {("equal", "unsure")}  # by kind
+    averages = {(each.drafter, each.rule, each.choice): each for each in results.averages}
+    seen = set()
+    for each in results.comparisons:
+        ours, theirs = (
+            averages.get((name, each.rule, each.choice)) or averages[name, each.rule, "paper"]
+            for name in (each.drafter, each.baseline)
+        )
+        values = [getattr(average, each.quantity).value for average in (ours, theirs)]
+        assert each.ratio.value == pytest.approx(values[0] / values[1])
+        assert each.ratio.low <= each.ratio.value <= each.ratio.high
+        seen.add((each.rule, each.choice, each.quantity))
+    assert ("block", "paper", "predicted_length") in seen
+    assert ("block", "best", "acceptance_length") in seen  # the best of "equal" is the paper's temperature
+    assert ("token", "one-hot", "speedup") in seen
+    assert ("greedy", "best", "speedup") not in seen
+    gain = next(
+        c for c in results.comparisons if (c.rule, c.choice, c.quantity) == ("block", "paper", "predicted_length")
+    )
+    assert gain.ratio.low > 1
+
+
+def test_the_profile_is_that_of_the_results(tmp_path):
+    target = tiny_target(dtype=torch.float32)
+    results = evaluate(target, {"a": tiny_drafter("dspark", target)}, tmp_path)
+    found = read_profile(tmp_path)
+    assert found == profile(results)
+    entry = next(each for each in found.entries if (each.rule, each.choice) == ("block", "paper"))
+    counts = np.zeros(B)
+    rounds = added = 0
+    for line in lines_of(tmp_path):
+        if (line["drafter"], line["rule"], line["draft_temperature"]) == ("a", "block", 1.0):
+            for turn in line["turns"]:
+                rounds += len(turn["accepted"])
+                added += sum(turn["added"])
+                counts += [sum(kept >= i for kept in turn["accepted"]) for i in range(1, B + 1)]
+    assert entry.num_rounds == rounds
+    assert entry.micro.marginal == pytest.approx(counts / rounds)
+    assert entry.micro.acceptance_length == pytest.approx(added / rounds)
 
 
 def test_an_interrupted_evaluation_goes_on_to_the_same_tokens(tmp_path):
@@ -133,7 +232,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_tokens(tmp_path):
     class StopError(Exception):
         pass
 
-    for stage, number in (("target paths", 3), ("predictions", 2), ("decoding", 5), ("decoding", 40)):
+    for stage, number in (("texts of the target", 3), ("predictions", 2), ("decoding", 5), ("decoding", 40)):
 
         def stop(at, done, _of, _tokens, stage=stage, number=number):
             if (at, done) == (stage, number):
@@ -142,14 +241,13 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_tokens(tmp_path):
         with pytest.raises(StopError):
             evaluate(target, drafters, tmp_path / "parts", on_progress=stop)
     with (tmp_path / "parts" / "records" / "0.jsonl").open("ab") as file:
-        file.write(b'{"prompt": "one/p3", "wa')  # killed in the middle of a line
+        file.write(b'{"prompt": "one/p3", "dra')  # killed in the middle of a line
     evaluate(target, drafters, tmp_path / "parts")
 
     def kept(folder):
-        lines = map(json.loads, (tmp_path / folder / "records" / "0.jsonl").read_text().splitlines())
         return {
-            (line["prompt"], line["way"]): [(t["tokens"], t["accepted"], t["added"]) for t in line["turns"]]
-            for line in lines
+            key_of(line): [(turn["tokens"], turn["accepted"], turn["added"]) for turn in line["turns"]]
+            for line in lines_of(tmp_path / folder)
         }
 
     assert kept("whole") == kept("parts")
@@ -157,6 +255,8 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_tokens(tmp_path):
     for one, other in zip(whole.cells, parts.cells, strict=True):
         assert one.acceptance_length == other.acceptance_length
         assert one.predicted_length == other.predicted_length
+    for one, other in zip(whole.comparisons, parts.comparisons, strict=True):
+        assert one == other or one.quantity == "speedup"
     assert read_traces(tmp_path / "whole") == read_traces(tmp_path / "parts")
 
 
@@ -168,6 +268,51 @@ def test_a_folder_holds_one_evaluation(tmp_path):
         evaluate(target, {"a": tiny_drafter("dflash", target, seed=5)}, tmp_path, only_greedy)
     with pytest.raises(EvaluationError, match="rules"):
         evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path, FEW)
+
+
+def test_predictions_of_earlier_weights_are_not_taken_for_those_of_others(tmp_path):
+    """Names of drafters mean nothing to predictions: their weights do."""
+    target = bigram_target(eos=EOS)
+    protocol = Protocol(rules=("block",), max_new_tokens=16, num_bootstrap=5, num_traces=0, draft_temperatures=())
+    good, bad = equal_drafter(target), sharpened_drafter(target, 3.0)
+    lengths = [
+        evaluate(target, {"a": d}, tmp_path / n, protocol).averages[0].predicted_length
+        for d, n in ((good, "good"), (bad, "bad"))
+    ]
+    assert lengths[0].value > lengths[1].value + 0.5
+    both = tmp_path / "both"
+    (both / "predictions").mkdir(parents=True)
+    for folder in ("good", "bad"):
+        for file in (tmp_path / folder / "predictions").iterdir():
+            file.rename(both / "predictions" / file.name)
+    assert len(list((both / "predictions").iterdir())) == 2
+    with pytest.raises(EvaluationError, match="has predictions but no plan"):
+        evaluate(target, {"a": bad}, both, protocol)
+    (tmp_path / "bad" / "plan.json").rename(both / "plan.json")
+    assert evaluate(target, {"a": bad}, both, protocol).averages[0].predicted_length == lengths[1]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"target": 3}'])
+def test_a_damaged_plan_is_named(tmp_path, content):
+    target = tiny_target(dtype=torch.float32)
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(EvaluationError, match=r"plan\.json cannot be read"):
+        evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": float("nan")}, "must be above 0 and finite, got nan"),
+        ({"temperature": float("inf")}, "must be above 0 and finite, got inf"),
+        ({"draft_temperatures": (1.0, 0.0)}, "draft temperatures must be above 0 and finite, got 0"),
+        ({"rules": ()}, "at least one verification rule"),
+        ({"dynamics_blocks": 0}, "at least one block"),
+    ],
+)
+def test_protocols_that_mean_nothing(options, message):
+    with pytest.raises(EvaluationError, match=message):
+        Protocol(**options)
 
 
 def test_cells_are_what_the_records_say(tmp_path):
@@ -202,16 +347,16 @@ def test_cells_are_what_the_records_say(tmp_path):
 def test_greedy_answers_are_the_same_with_and_without_a_drafter(tmp_path):
     target = tiny_target(dtype=torch.float32)
     evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "records" / "0.jsonl").read_text().splitlines()]
-    tokens = {(x["prompt"], x["way"]): [t["tokens"] for t in x["turns"]] for x in lines}
-    for prompt, way in list(tokens):
-        if way == "a/greedy/0":
-            assert tokens[prompt, way] == tokens[prompt, "autoregressive/greedy/0"]
+    tokens = {key_of(line): [turn["tokens"] for turn in line["turns"]] for line in lines_of(tmp_path)}
+    answered = [prompt for prompt, drafter, rule, _ in tokens if (drafter, rule) == ("a", "greedy")]
+    assert len(answered) == 7
+    for prompt in answered:
+        assert tokens[prompt, "a", "greedy", 0.0] == tokens[prompt, None, "greedy", 0.0]
 
 
 def test_traces_tell_the_verdict(tmp_path):
     target = bigram_target(eos=EOS)
-    evaluate(target, {"sure": shifted_law(target, 2.0)}, tmp_path)
+    evaluate(target, {"sure": sharpened_drafter(target, 2.0)}, tmp_path)
     traces = read_traces(tmp_path)
     assert [prompt.task for prompt in traces.prompts] == ["one", "two"]
     seen = 0
@@ -270,20 +415,20 @@ def test_every_turn_that_is_decoded_is_predicted(tmp_path):
     long = [Prompt(f"p{i}", (f"w{i + 5} w6", "w7 w8", "w9 " * 80)) for i in range(3)]
     given = [Task("long", "Long", "chat", "here", long)]
     evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path, FEW, given)
-    records = [json.loads(line) for line in (tmp_path / "records" / "0.jsonl").read_text().splitlines()]
-    assert {len(line["turns"]) for line in records} == {2}
-    for law in ("sampled", "greedy"):
-        rows = read_rows(tmp_path / "paths" / law / "000")
+    assert {len(line["turns"]) for line in lines_of(tmp_path)} == {2}
+    for kind in ("sampled", "greedy"):
+        rows = read_rows(tmp_path / "texts" / kind / "000")
         assert sorted(row.id for row in rows) == sorted(f"long/p{i}#{turn}" for i in range(3) for turn in range(2))
         assert {len(row.response_ids) for row in rows} == {24}
 
 
-def test_prompts_without_room_are_left_out_for_every_way(tmp_path):
+def test_prompts_without_room_are_left_out_for_every_way_and_said(tmp_path, capsys):
     target = tiny_target(dtype=torch.float32, max_position_embeddings=64)
     drafters = {"a": tiny_drafter("dflash", target)}
     given = [Task("some", "Some", "math", "here", [*prompts(2), Prompt("long", ("w7 " * 50,))])]
     results = evaluate(target, drafters, tmp_path / "some", FEW, given)
     assert (results.tasks[0].num_prompts, results.tasks[0].num_left_out) == (2, 1)
+    assert "some: 1 prompts are left out (1 prompt too long)" in capsys.readouterr().err
     assert {cell.num_generations for cell in results.cells} == {2}
     room = Protocol(max_new_tokens=60, num_traces=0)
     with pytest.raises(EvaluationError, match=r"some: no prompt can be answered with 60 new tokens.*too long"):
@@ -300,6 +445,7 @@ def test_what_stands_against_dynamics_is_said_and_no_more(tmp_path, capsys):
     assert results.dynamics == []
     assert read_results(tmp_path / "out") == results
     assert "no training dynamics of run: " in capsys.readouterr().err
+    assert results.drafters[0].checkpoint in ("best", "last")
 
 
 def test_dynamics_of_a_run_that_kept_its_epochs(tmp_path):
@@ -308,51 +454,41 @@ def test_dynamics_of_a_run_that_kept_its_epochs(tmp_path):
     target = trainer.target
     found = load_candidates([str(tmp_path / "run")], target)[0]
     assert (found.name, found.label, found.objective) == ("run", "BV", "bv")
-    dynamics = training_dynamics("run", found.folder, found.run, target, num_texts=9, blocks_per_text=3, seed=1)
-    again = training_dynamics("run", found.folder, found.run, target, num_texts=9, blocks_per_text=3, seed=1)
+    dynamics = training_dynamics("run", found.run, target, num_texts=9, blocks_per_text=3, seed=1)
+    again = training_dynamics("run", found.run, target, num_texts=9, blocks_per_text=3, seed=1)
     assert dynamics == again
     assert [point.epoch for point in dynamics.points] == [1.0, 2.0]
-    assert dynamics.num_texts == 9
-    assert dynamics.num_blocks <= 27
+    assert (dynamics.num_texts, dynamics.num_blocks) == (9, 27)
     assert all(0 <= point.accuracy <= 1 and 0 <= point.draft_length <= B for point in dynamics.points)
+
+
+def test_dynamics_take_full_blocks_of_as_many_texts_as_asked_for_or_none():
+    lengths = [3, 4, 6, 7, 9, 30]  # with blocks of 4: -, 0, 2, 3, 5 and 26 anchors
+    texts = TextDataset.of([Completion(f"t{i}#0", [5] * 7, [6] * length, "stop") for i, length in enumerate(lengths)])
+    chosen = fixed_blocks(texts, 3, 3, B, seed=0)
+    assert [each.text for each in chosen] == [3, 4, 5]
+    for each in chosen:
+        assert len(set(each.anchors.tolist())) == 3
+        assert each.anchors.min() >= 7
+        assert each.anchors.max() + B <= 7 + lengths[each.text] - 1
+    with pytest.raises(EvaluationError, match="3 of 6 training texts have 3 full blocks of 4 tokens, and 4 are asked"):
+        fixed_blocks(texts, 4, 3, B, seed=0)
+    with pytest.raises(EvaluationError, match=r"0 of 6 .* --dynamics-texts 0 leaves it out"):
+        fixed_blocks(texts, 1, 99, B, seed=0)
 
 
 def test_dynamics_of_a_drafter_equal_to_its_target(tmp_path):
     """One draw per block keeps all of it; accuracy is that of the likeliest token."""
-    from blockdraft.data import open_dataset
-    from blockdraft.evaluation.dynamics import measure
-
     target = bigram_target()
-    paths = open_dataset(runs.make_data(tmp_path / "data", target), target)
-    chosen = fixed_blocks(paths, 8, 3, B, seed=0)
-    accuracy, length = measure(target, same_law(target), paths, chosen, seed=0)
+    texts = open_dataset(runs.make_data(tmp_path / "data", target), target)
+    chosen = fixed_blocks(texts, 8, 3, B, seed=0)
+    accuracy, length = measure(target, equal_drafter(target), texts, chosen, seed=0)
     assert length == B
     hits = total = 0
     for each in chosen:
-        text = torch.tensor(paths[each.text].astype(np.int64))
+        text = torch.tensor(texts[each.text].astype(np.int64))
         best = target.logits(target.forward(text[None]).hidden)[0].argmax(-1)
         for anchor in each.anchors.tolist():
             hits += int((best[anchor : anchor + B] == text[anchor + 1 : anchor + 1 + B]).sum())
             total += B
     assert accuracy == pytest.approx(hits / total)
-
-
-def test_names_and_labels(tmp_path):
-    target = tiny_target(dtype=torch.float32)
-    save_drafter(tiny_drafter("dflash", target), tmp_path / "mine")
-    found = load_candidates([str(tmp_path / "mine"), f"other={tmp_path / 'mine'}"], target)
-    assert [(each.name, each.label, each.step) for each in found] == [("mine", "mine", None), ("other", "other", None)]
-    with pytest.raises(EvaluationError, match="two drafters are called 'mine'"):
-        load_candidates([str(tmp_path / "mine")] * 2, target)
-    with pytest.raises(EvaluationError, match="'autoregressive' is what decoding without a drafter is called"):
-        load_candidates([f"autoregressive={tmp_path / 'mine'}"], target)
-    save_drafter(tiny_drafter("dflash", target), tmp_path / "rate=1e-3")
-    assert load_candidates([str(tmp_path / "rate=1e-3")], target)[0].name == "rate=1e-3"
-    half = tiny_target(dtype=torch.bfloat16)
-    assert load_candidates([str(tmp_path / "mine")], half)[0].drafter.fc.weight.dtype == torch.bfloat16
-    run = {
-        "recipe": {"objective": {"name": "bv", "options": {}}, "annealing": {"share": 0.0, "initial": 0, "final": 1}}
-    }
-    assert Candidate("x", tmp_path, found[0].drafter, run, tmp_path, 1).label == "BV w/o annealing"
-    run["recipe"]["objective"]["options"]["form"] = "linear"
-    assert Candidate("x", tmp_path, found[0].drafter, run, tmp_path, 1).label == "BV linear"

@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from blockdraft.evaluation.prediction import retention, walk
+from blockdraft.data import Prompt
+from blockdraft.evaluation import EvaluationError, Protocol, Task
+from blockdraft.evaluation.prediction import (
+    PredictedText,
+    PredictionFile,
+    Predictions,
+    PredictionSettings,
+    agreement,
+    retention,
+    walk,
+)
+from blockdraft.evaluation.results import write_model
 from blockdraft.verification import law
 
 from toys import toy
@@ -14,12 +25,13 @@ from toys import toy
 END = 0
 
 
-def tree(toy_, rule, budget):
-    """Exact expectation of (rounds, tokens, accepted) by following every draft, verdict and correction."""
+def tree(toy_, rule, budget, *, one_hot=False):
+    """Exact expectation of (rounds, tokens) by following every draft, verdict and correction."""
     size = toy_.block_size
 
     def draft_probs_of(text):
-        return [toy_.drafter((0,) * (len(text) % 2) + (1,) * i) for i in range(size)]  # depends on where it starts
+        found = [toy_.drafter((0,) * (len(text) % 2) + (1,) * i) for i in range(size)]  # depends on where it starts
+        return [torch.nn.functional.one_hot(q.argmax(), len(q)).to(q.dtype) for q in found] if one_hot else found
 
     @functools.cache
     def follow(text):
@@ -29,6 +41,8 @@ def tree(toy_, rule, budget):
         qs = draft_probs_of(text)
         for block in toy_.blocks().tolist():
             chance = float(torch.stack([q[x] for q, x in zip(qs, block, strict=True)]).prod())
+            if chance == 0:
+                continue
             cut = block.index(END) + 1 if END in block else size
             kept = tuple(block[:cut])
             p = torch.stack([target_law(toy_, text + kept[:i]) for i in range(cut + 1)])[None]
@@ -57,10 +71,11 @@ def target_law(toy_, text):
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("zeros", [False, True])
-def test_expected_rounds_over_all_texts_are_those_of_the_process(rule, zeros):
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_expected_rounds_over_all_texts_are_those_of_the_process(rule, zeros, one_hot):
     toy_ = toy("independent", zeros=zeros, seed=3, vocab_size=3, block_size=2)
     budget = 4
-    wanted, draft_probs_of = tree(toy_, rule, budget)
+    wanted, draft_probs_of = tree(toy_, rule, budget, one_hot=one_hot)
     found = np.zeros(2)
 
     def texts(text, chance):
@@ -80,16 +95,20 @@ def test_expected_rounds_over_all_texts_are_those_of_the_process(rule, zeros):
             continue
         shape = (num_starts, toy_.block_size)
         log_q, log_p, valid = np.full(shape, -np.inf), np.zeros(shape), np.zeros(shape, bool)
+        agrees = np.zeros(shape, bool)
         for start in range(num_starts):
             qs = draft_probs_of(text[: start + 1])
             for i in range(toy_.block_size):
                 at = start + 1 + i
                 if at < len(text):
                     valid[start, i] = True
+                    agrees[start, i] = int(qs[i].argmax()) == text[at]
                     with np.errstate(divide="ignore"):
                         log_q[start, i] = np.log(float(qs[i][text[at]]))
                     log_p[start, i] = np.log(float(target_law(toy_, text[:at])[text[at]]))
-        kept = retention(rule, log_q, log_p, np.zeros(shape, bool), valid)
+        kept = retention(rule, log_q, log_p, valid)
+        if one_hot:  # the general formula says the same
+            np.testing.assert_array_equal(kept, agreement(agrees, valid))
         end = len(text) - 1 if text[-1] == END else None
         rounds = walk(kept, end)
         found += chance * np.array([rounds.num, rounds.tokens])
@@ -97,11 +116,10 @@ def test_expected_rounds_over_all_texts_are_those_of_the_process(rule, zeros):
     np.testing.assert_allclose(found, wanted, rtol=1e-9)
 
 
-def test_greedy_retention_stops_at_the_first_difference():
+def test_argmax_drafts_are_kept_up_to_the_first_difference():
     agrees = np.array([[True, False, True], [True, True, True]])
     valid = np.array([[True, True, True], [True, True, False]])
-    zeros = np.zeros((2, 3))
-    assert retention("greedy", zeros, zeros, agrees, valid).tolist() == [[1, 0, 0], [1, 1, 0]]
+    assert agreement(agrees, valid).tolist() == [[1, 0, 0], [1, 1, 0]]
 
 
 def test_a_drafter_that_knows_the_text_takes_whole_blocks():
@@ -112,3 +130,50 @@ def test_a_drafter_that_knows_the_text_takes_whole_blocks():
 def test_a_drafter_that_knows_nothing_takes_one_token_a_round():
     rounds = walk(np.zeros((9, 3)), end=9)
     assert (rounds.num, rounds.tokens) == (9, 9)
+
+
+def test_predictions_of_other_weights_or_texts_are_not_reused(tmp_path):
+    settings = PredictionSettings(
+        drafter="f00d",
+        texts="cafe",
+        temperature=1.0,
+        max_new_tokens=8,
+        seed=0,
+        draft_temperatures={"block": [0.0, 1.0]},
+    )
+    file = tmp_path / "f00d-sampled-000.json"
+    assert not PredictionFile.is_made(file, settings)
+    text = PredictedText(prompt="one/a", rounds={"block": [(3.0, 8.0), (2.5, 8.5)]})
+    write_model(PredictionFile(settings=settings, texts=[text, text]), file)
+    assert PredictionFile.is_made(file, settings)
+    for name, other in (("drafter", "beef"), ("texts", "beef"), ("seed", 1), ("draft_temperatures", {"block": [1.0]})):
+        assert not PredictionFile.is_made(file, settings.model_copy(update={name: other}))
+    task = Task("one", "One", "math", "here", [Prompt("one/a", ("?",))])
+    found = Predictions([file], Protocol())
+    assert found.of(task, "block", 0.0) == ([16.0], [6.0])  # two turns
+    assert found.of(task, "block", 1.0) == ([17.0], [5.0])
+    with pytest.raises(EvaluationError, match="the predictions lack one/a"):
+        found.of(task, "token", 1.0)
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": "other"}', '{"settings": {}, "texts": []}'])
+def test_damaged_predictions_are_named(tmp_path, content):
+    file = tmp_path / "p.json"
+    file.write_text(content)
+    with pytest.raises(EvaluationError, match=r"p\.json cannot be read"):
+        Predictions([file], Protocol())
+
+
+def test_predictions_that_lack_numbers_are_named(tmp_path):
+    settings = PredictionSettings(
+        drafter="f00d",
+        texts="cafe",
+        temperature=1.0,
+        max_new_tokens=8,
+        seed=0,
+        draft_temperatures={"block": [0.0, 1.0]},
+    )
+    text = PredictedText(prompt="one/a", rounds={"block": [(3.0, 8.0)]})
+    write_model(PredictionFile(settings=settings, texts=[text]), tmp_path / "p.json")
+    with pytest.raises(EvaluationError, match=r"p\.json is damaged: one/a lacks numbers"):
+        Predictions([tmp_path / "p.json"], Protocol())

@@ -46,6 +46,60 @@ def test_a_file_is_a_task(tmp_path):
     assert (about.name, about.num_prompts, about.num_turns) == ("mine", 2, 3)
 
 
+def write_rows(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_a_file_with_categories_is_a_task_for_each(tmp_path):
+    """Keys as in Spec-Bench (numbers as ids, references) and as in SPEED-Bench."""
+    spec_bench = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Shorter."], "reference": []},
+        {"question_id": 161, "category": "translation", "turns": ["Translate."], "reference": ["..."]},
+        {"question_id": 82, "category": "writing", "turns": ["Write more."]},
+    ]
+    speed_bench = [
+        {"question_id": f"{name}-{i}", "category": name, "sub_category": None, "turns": [f"{name} {i}?"], "source": "x",
+         "src_id": "1", "difficulty": "easy", "multiturn": False}
+        for i in range(8)
+        for name in ("coding", "rag")
+    ]  # fmt: skip
+    files = [
+        write_rows(tmp_path / "spec.jsonl", spec_bench), write_rows(tmp_path / "speed.jsonl", speed_bench)
+    ]  # fmt: skip
+    tasks = load_tasks(files)
+    assert [(task.name, task.title, task.group, len(task.prompts)) for task in tasks] == [
+        ("spec/writing", "writing", "spec", 2), ("spec/translation", "translation", "spec", 1),
+        ("speed/coding", "coding", "speed", 8), ("speed/rag", "rag", "speed", 8),
+    ]  # fmt: skip
+    assert tasks[0].prompts == [Prompt("81", ("Write.", "Shorter.")), Prompt("82", ("Write more.",))]
+    assert tasks[0].about().num_turns == 3
+    few = load_tasks(files, num_prompts=2, seed=1)
+    assert [len(task.prompts) for task in few] == [2, 1, 2, 2]
+    assert set(few[2].prompts) < set(tasks[2].prompts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"category": "a", "turns": ["x"]}, {"turns": ["y"]}], "line 2: category: Field required"),
+        ([{"category": "a"}], "line 1: turns: Field required"),
+        ([{"category": "a", "turns": "x"}], "line 1: turns: Input should be"),
+        ([{"category": "a", "turns": []}], "line 1: no user message"),
+        ([{"category": "a", "turns": [" "]}], "line 1: user message is empty"),
+        ([{"category": " ", "turns": ["x"]}], "line 1: category is empty"),
+        ([{"id": 1, "category": "a", "turns": ["x"]}] * 2, "line 2: the id '1' is taken"),
+        (
+            [{"category": "a", "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]}],
+            "line 1: the prompt is a placeholder",
+        ),
+    ],
+)
+def test_rows_with_categories_that_cannot_be_asked(tmp_path, rows, message):
+    with pytest.raises(EvaluationError, match=rf"mine\.jsonl, {message}"):
+        load_tasks([write_rows(tmp_path / "mine.jsonl", rows)])
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [(["gsm8"], "did you mean 'gsm8k'"), (["zzz"], "or a file of prompts"), (["pocket", "pocket-math"], "named twice")],
