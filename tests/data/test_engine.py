@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from blockdraft.data.local import draw
 from hypothesis import given
 from hypothesis import strategies as st
 

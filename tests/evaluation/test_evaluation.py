@@ -1,24 +1,14 @@
 """Whole evaluations of tiny targets, from prompts to results."""
 
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from blockdraft.data.paths import read_rows
-from blockdraft.evaluation.about import load_candidates
 
-<<<<<<< HEAD
-from blockdraft.data import Prompt
-from blockdraft.decoding import generate
-from blockdraft.drafters import DrafterConfig, build_drafter, save_drafter
-from blockdraft.evaluation import Candidate, Evaluation, EvaluationError, Protocol, Task, read_results, read_traces
-from blockdraft.evaluation.conversation import DecodingSetup, converse, seed_of
-from blockdraft.evaluation.dynamics import fixed_blocks, training_dynamics
-=======
-from blockdraft.data import Completion, Prompt, TextDataset, open_dataset
-from blockdraft.data.paths import read_rows
+from blockdraft.data import Completion, Prompt, TextDataset, open_dataset, read_completions
 from blockdraft.decoding import generate
 from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.evaluation import (
@@ -32,11 +22,10 @@ from blockdraft.evaluation import (
     read_results,
     read_traces,
 )
-from blockdraft.evaluation.conversation import converse, seed_of
+from blockdraft.evaluation.conversation import converse
 from blockdraft.evaluation.dynamics import fixed_blocks, measure, training_dynamics
 from blockdraft.evaluation.metrics import profile
 from blockdraft.evaluation.protocol import DecodingSetup
->>>>>>> evaluation
 from blockdraft.evaluation.tracing import _texts
 from blockdraft.targets import load_target
 
@@ -44,6 +33,14 @@ import runs
 from tiny import EOS, tiny_drafter, tiny_target
 
 B = 4
+
+
+def seed_of(seed, prompt, turn):
+    """The seed of one generation, as documented: a hash of the run's seed, the prompt and the turn."""
+    digest = hashlib.sha256(f"evaluate/{seed}/{prompt}/{turn}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
 CHOICES = (("paper", 1.0), ("best", 1.5), ("one-hot", 0.0))
 FEW = Protocol(max_new_tokens=24, num_bootstrap=50, num_traces=1, draft_temperatures=(0.6, 1.0))
 
@@ -417,7 +414,7 @@ def test_every_turn_that_is_decoded_is_predicted(tmp_path):
     evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path, FEW, given)
     assert {len(line["turns"]) for line in lines_of(tmp_path)} == {2}
     for kind in ("sampled", "greedy"):
-        rows = read_rows(tmp_path / "texts" / kind / "000")
+        rows = read_completions(tmp_path / "texts" / kind / "000")
         assert sorted(row.id for row in rows) == sorted(f"long/p{i}#{turn}" for i in range(3) for turn in range(2))
         assert {len(row.response_ids) for row in rows} == {24}
 

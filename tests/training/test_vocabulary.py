@@ -24,7 +24,7 @@ def texts(*responses):
 
 
 def test_the_most_frequent_tokens_are_chosen_by_number_or_by_share():
-    dataset = texts([5, 5, 5, 7, 7, 9], [5, 7, 3, 2])  # five 5, three 7... four 5, three 7, one each of 2, 3, 9
+    dataset = texts([5, 5, 5, 7, 7, 9], [5, 7, 3, 2])  # four 5, three 7, one each of 2, 3 and 9
     assert choose_draft_ids(dataset, 12, 2).tolist() == [5, 7]
     assert choose_draft_ids(dataset, 12, 3).tolist() == [2, 5, 7]  # of equally frequent ones, the smallest id
     assert choose_draft_ids(dataset, 12, 0.4).tolist() == [5]
@@ -95,7 +95,7 @@ def test_predictions_know_that_other_tokens_end_a_round(tmp_path, data):
     response = [token for token in range(5, 25) if token != only]
     row = Completion("t#0", [5, 6], response, "length")
     predictor = Predictor(model, drafter, 1.0, len(response), 0)
-    (rounds,) = predictor.predict(row, ["block"], [1.0])["block"]
+    (rounds,) = predictor.predict(row, {"block": [1.0]})["block"]
     assert rounds.tokens / rounds.num == pytest.approx(1.0, abs=0.02)  # but for what lies beyond the budget
 
 

@@ -31,6 +31,10 @@ SHIPPED: dict[str, Path] = {}
 """Folders of drafters that come with the package, by the names that `load_drafter` takes."""
 
 
+DRAFT_IDS = "draft_ids"
+"""Names the tokens of a reduced draft vocabulary, the one tensor that is no weight."""
+
+
 class CheckpointError(BlockdraftError):
     """A folder that is not a drafter for this target, with the reason."""
 
@@ -66,6 +70,7 @@ def load_drafter(
         drafter = build_drafter(config)
     check_tensors(drafter.state_dict(), tensors, folder)
     check_values(tensors, folder)
+    check_draft_ids(tensors, config, folder)
     drafter.load_state_dict(_converted(tensors, dtype or target.dtype, folder), assign=True)
     return drafter.to(target.device).eval()
 
@@ -208,13 +213,27 @@ def check_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], fol
 
 def check_values(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Refuse tensors that hold something else than finite numbers, by name."""
-    refuse([f"{n} is {t.dtype}, not floating-point" for n, t in tensors.items() if not t.is_floating_point()], folder)
-    refuse([f"{n} holds NaN or infinity" for n, t in tensors.items() if not t.isfinite().all()], folder)
+    numbers = {name: tensor for name, tensor in tensors.items() if name != DRAFT_IDS}
+    refuse([f"{n} is {t.dtype}, not floating-point" for n, t in numbers.items() if not t.is_floating_point()], folder)
+    refuse([f"{n} holds NaN or infinity" for n, t in numbers.items() if not t.isfinite().all()], folder)
+
+
+def check_draft_ids(tensors: Mapping[str, Tensor], config: DrafterConfig, folder: Path) -> None:
+    """Refuse draft ids that are not different tokens of the target, in ascending order."""
+    ids = tensors.get(DRAFT_IDS)
+    if ids is None:
+        return
+    good = ids.dtype == torch.int64 and bool((ids.diff() > 0).all())
+    if not good or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
+        refuse([f"{DRAFT_IDS} must be different token ids below {config.vocab_size}, ascending, int64"], folder)
 
 
 def _converted(tensors: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
     """Return copies in this dtype, independent of the file they were read from."""
-    copies = {name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
+    copies = {
+        name: tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+        for name, tensor in tensors.items()
+    }
     if dtype is torch.float16:  # the only one that may overflow
         refuse([f"{n} holds values beyond float16" for n, t in copies.items() if not t.isfinite().all()], folder)
     return copies

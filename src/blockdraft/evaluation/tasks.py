@@ -222,13 +222,8 @@ def read_categories(file: Path) -> dict[str, list[Prompt]] | None:
             raise EvaluationError(f"{file}, {where}: {error}") from error
         if any(WITHHELD in text for text in prompt.turns):
             raise EvaluationError(
-<<<<<<< HEAD
-                f"{file}, {where}: the prompt is a placeholder. SPEED-Bench leaves out texts of other data sets; "
-                "its own preparation script puts them in"
-=======
                 f"{file}, {where}: the prompt is a placeholder. SPEED-Bench leaves out texts of other data sets; its "
                 "own preparation script puts them in"
->>>>>>> evaluation
             )
         ids.add(prompt.id)
         found.setdefault(row.category.strip(), []).append(prompt)
