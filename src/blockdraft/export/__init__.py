@@ -1,5 +1,6 @@
-"""Drafters and targets as folders that serving engines read, checked, with a card."""
+"""Drafters and targets as folders that serving engines read, and drafters as assistants of transformers."""
 
+from blockdraft.export.assistant import as_assistant
 from blockdraft.export.card import RunFacts, run_facts
 from blockdraft.export.commands import EngineNote, engine_notes
 from blockdraft.export.drafter import Checked, Exported, check_export, export_drafter
@@ -10,6 +11,7 @@ __all__ = [
     "EngineNote",
     "Exported",
     "RunFacts",
+    "as_assistant",
     "check_export",
     "engine_notes",
     "export_drafter",
