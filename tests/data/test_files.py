@@ -2,14 +2,12 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
 from blockdraft.data import Prompt, PromptError, read_prompts, write_prompts
 from blockdraft.data.files import parse_rows
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 ROWS = [Prompt("a", ("Grüße\u2028 you", "and?")), Prompt("b", ("Hi",), system="Be kind.", source="x")]
 
 
@@ -23,10 +21,8 @@ def test_written_prompts_are_read_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench"])
-def test_evaluation_files_are_read(name):
-    path = SHARED / f"{name}.jsonl"
-    if not path.is_file():
-        pytest.skip("needs the evaluation prompts")
+def test_evaluation_files_are_read(name, real_prompts):
+    path = real_prompts / f"{name}.jsonl"
     prompts = read_prompts(path)
     assert len(prompts) == len(path.read_bytes().splitlines())
     assert all(len(prompt.turns) == (2 if name == "mt-bench" else 1) for prompt in prompts)

@@ -4,7 +4,6 @@ import json
 import sys
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -18,7 +17,6 @@ from blockdraft.data.selection import select
 from blockdraft.data.sources import PRESETS, load_dataset, pocket_prompts, read_source
 from blockdraft.pocket.corpus import split_of
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 ROWS = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}], "source": "x"},
     {"conversations": [{"from": "tool", "value": "Hi"}], "source": "x"},
@@ -161,10 +159,8 @@ def test_pocket_is_a_function_of_the_seed():
         some(3, "poetry")
 
 
-def test_the_shared_training_prompts_all_pass():
-    path = SHARED / "train_prompts.jsonl"
-    if not path.is_file():
-        pytest.skip("needs the training prompts")
+def test_real_training_prompts_all_pass(real_prompts):
+    path = real_prompts / "train_prompts.jsonl"
     summary = select(read_source(str(path)), num=500, heldout=50).summary
     assert summary.to_dict() == {
         "read": 19877,
