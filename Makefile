@@ -14,7 +14,7 @@ SPECULATORS := .venv-speculators
 SPECULATORS_INSTALLED := $(SPECULATORS)/.installed
 SPECULATORS_PIP := $(SPECULATORS)/bin/python -m pip --disable-pip-version-check --quiet install
 
-.PHONY: help install demo lint test test-engines example bench pins clean
+.PHONY: help install demo lint check test test-engines example bench pins clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 \t/' | expand -t 24
@@ -38,6 +38,9 @@ lint: $(INSTALLED) ## ruff, mypy, import directions
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+check: lint ## the inner loop: lint and the quick tests, about two minutes
+	$(BIN)/pytest -m "not slow and not kill and not browser and not engine"
 
 test: lint ## lint and all tests
 	$(BIN)/pytest

@@ -1,5 +1,25 @@
+"""What all tests share: one random state, no deadlines, marks by folder and fixture, and real prompts if asked for."""
+
+import os
+from pathlib import Path
+
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("blockdraft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("blockdraft")  # a machine that is busy with something else must not make a test fail
+
+REAL_PROMPTS = "BLOCKDRAFT_REAL_PROMPTS"
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what needs a serving engine or a browser, so that `make check` can leave it out."""
+    for item in items:
+        if "engines" in item.path.parts:
+            item.add_marker(pytest.mark.engine)
+        if {"browser", "page"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.browser)
 
 
 @pytest.fixture(autouse=True)
@@ -7,3 +27,12 @@ def _seeded():
     """Every test starts from the same random state and leaves a second core to its neighbour."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def real_prompts() -> Path:
+    """The folder of benchmark and training prompts that the environment names; without it the test is skipped."""
+    folder = os.environ.get(REAL_PROMPTS)
+    if folder is None:
+        pytest.skip(f"set {REAL_PROMPTS} to a folder of benchmark and training prompts to run this test")
+    return Path(folder)

@@ -1,15 +1,10 @@
 """`blockdraft data regenerate`, `inspect` and `train` as a user types them: a whole story, then mistakes."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-
-def blockdraft(*arguments, cwd):
-    command = [sys.executable, "-m", "blockdraft", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=None)
+from commands import blockdraft
 
 
 @pytest.fixture(scope="module")
@@ -21,25 +16,25 @@ def story(tmp_path_factory):
         "data regenerate --target pocket --prompts p.jsonl --out d --shard-size 10 --max-new-tokens 60",
     ):
         done = blockdraft(*line.split(), cwd=folder)
-        assert done.returncode == 0, done.stderr
-    assert "rows" in done.stdout
-    assert "tokens/s" in done.stderr
+        assert done.code == 0, done.err
+    assert "rows" in done.out
+    assert "tokens/s" in done.err
     return folder
 
 
 def test_from_prompts_to_a_drafter(story):
     shown = blockdraft("data", "inspect", "d", "--samples", 1, cwd=story)
-    assert shown.returncode == 0, shown.stderr
-    assert "<|im_start|>user" in shown.stdout
-    assert "as sampled at temperature 1 over the whole vocabulary" in shown.stdout
+    assert shown.code == 0, shown.err
+    assert "<|im_start|>user" in shown.out
+    assert "as sampled at temperature 1 over the whole vocabulary" in shown.out
     small = ["data.path=d", "data.num_heldout=4", "batch.num_anchors=16", "optimizer.max_steps=3"]
     trained = blockdraft("train", "pocket-dflash-bv", *small, "--out", "run", "--json", cwd=story)
-    assert trained.returncode == 0, trained.stderr
-    assert json.loads(trained.stdout)["step"] == 3
+    assert trained.code == 0, trained.err
+    assert json.loads(trained.out)["step"] == 3
     line = "data regenerate --target pocket --prompts p.jsonl --out d --shard-size 9"
     again = blockdraft(*line.split(), cwd=story)
-    assert again.returncode == 2
-    assert "shard_size 10 there, 9 here" in again.stderr
+    assert again.code == 2
+    assert "shard_size 10 there, 9 here" in again.err
 
 
 @pytest.mark.parametrize(
@@ -59,6 +54,7 @@ def test_from_prompts_to_a_drafter(story):
 )  # fmt: skip
 def test_mistakes_are_one_message_and_exit_code_2(story, arguments, message):
     done = blockdraft(*arguments.split(), cwd=story)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 2, done.err
+    assert message in done.err
+    assert done.err.startswith("error: ")
+    assert "Traceback" not in done.err

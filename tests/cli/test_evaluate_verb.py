@@ -10,6 +10,7 @@ import pytest
 from blockdraft.drafters import save_drafter
 from blockdraft.targets import load_target
 
+from commands import blockdraft
 from tiny import tiny_drafter
 
 FEW = ["--num-prompts", "2", "--max-new-tokens", "12", "--num-traces", "0", "--draft-temperatures", "1"]
@@ -69,17 +70,18 @@ def test_two_processes_find_what_one_finds(drafter, tmp_path):
         (["--tasks", "gsm8"], "did you mean 'gsm8k'"),
         (["--temperature", "0"], "must be above 0"),
         (["--checkpoint", "first"], "a best and a last checkpoint, not 'first'"),
+        (["--device", "banana"], "device 'banana' cannot be used"),
         (["--tasks", "gsm8k", "--prompts", "nowhere"], "nowhere"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(drafter, tmp_path, arguments, message):
-    out = run("--drafter", drafter, "--out", tmp_path / "out", *arguments)
-    assert out.returncode == 2
-    assert message in out.stderr
-    assert "Traceback" not in out.stderr
+    ended = blockdraft("evaluate", "--drafter", drafter, "--out", tmp_path / "out", *arguments)
+    assert ended.code == 2
+    assert message in ended.err
+    assert "Traceback" not in ended.err
 
 
 def test_a_folder_that_is_no_drafter(tmp_path):
-    out = run("--drafter", tmp_path, "--out", tmp_path / "out")
-    assert out.returncode == 2
-    assert str(tmp_path) in out.stderr.replace("\n", "")
+    ended = blockdraft("evaluate", "--drafter", tmp_path, "--out", tmp_path / "out")
+    assert ended.code == 2
+    assert str(tmp_path) in ended.err

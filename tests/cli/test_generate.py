@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
-from blockdraft.cli import main
+from blockdraft import targets
 from blockdraft.drafters import save_drafter
 
+from commands import blockdraft
 from tiny import tiny_drafter, tiny_target
 
 
@@ -22,19 +24,14 @@ def folders(tmp_path_factory):
     return root
 
 
-def run(monkeypatch, capsys, *arguments):
+def run(*arguments):
     """Exit code, stdout and stderr of ``blockdraft generate``."""
-    monkeypatch.setattr(sys, "argv", ["blockdraft", "generate", *map(str, arguments)])
-    code = 0
-    try:
-        main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    return code, *capsys.readouterr()
+    ended = blockdraft("generate", *arguments)
+    return ended.code, ended.out, ended.err
 
 
-def test_text_and_a_closing_line(folders, monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "--target", folders / "target", "--max-new-tokens", 12, "w7 w8")
+def test_text_and_a_closing_line(folders):
+    code, out, _ = run("--target", folders / "target", "--max-new-tokens", 12, "w7 w8")
     assert code == 0
     text, closing = out.strip().rsplit("\n", 1)
     assert all(word.startswith("w") or word in ("user", "assistant") for word in text.split())
@@ -43,30 +40,51 @@ def test_text_and_a_closing_line(folders, monkeypatch, capsys):
     assert "\x1b" not in out  # plain when stdout is no terminal
 
 
-def test_what_a_last_block_adds_beyond_the_budget_is_not_shown(folders, monkeypatch, capsys):
+def test_what_a_last_block_adds_beyond_the_budget_is_not_shown(folders):
     arguments = ["--target", folders / "target", "--drafter", folders / "drafter", "--seed", 3, "w7 w8"]
     for budget in range(1, 12):
-        code, out, _ = run(monkeypatch, capsys, *arguments, "--max-new-tokens", budget)
+        code, out, _ = run(*arguments, "--max-new-tokens", budget)
         assert code == 0
         assert len(out.strip().rsplit("\n", 1)[0].split()) <= budget
 
 
-def test_compare_shows_both_rules(folders, monkeypatch, capsys):
+def test_compare_shows_both_rules(folders):
     arguments = ["--target", folders / "target", "--drafter", folders / "drafter", "--max-new-tokens", 12, "w7"]
-    code, out, _ = run(monkeypatch, capsys, *arguments, "--compare")
+    code, out, _ = run(*arguments, "--compare")
     assert code == 0
     assert out.count("per verification") == 2
     assert "[token]" in out
     assert "[block]" in out
 
 
-def test_json_holds_every_round(folders, monkeypatch, capsys):
+def test_json_holds_every_round(folders):
     arguments = ["--target", folders / "target", "--drafter", folders / "drafter", "--max-new-tokens", 12, "--json"]
-    code, out, _ = run(monkeypatch, capsys, *arguments, "--rule", "token", "w7")
+    code, out, _ = run(*arguments, "--rule", "token", "w7")
     assert code == 0
     result = json.loads(out)["token"]
     assert len(result["tokens"]) <= 12
     assert {"drafted", "accepted", "next_token", "seconds"} == set(result["rounds"][0])
+
+
+def test_raw_text_is_continued_and_chat_text_is_answered(folders):
+    arguments = ["--target", folders / "target", "--max-new-tokens", 3, "--json", "w7 w8"]
+    prompts = [json.loads(run(*arguments, *flag)[1])["block"]["prompt"] for flag in ([], ["--raw"])]
+    assert prompts == [[3, 7, 8, 4], [7, 8]]
+
+
+def test_device_and_dtype_are_those_of_the_target(folders):
+    arguments = ["--target", folders / "target", "--drafter", folders / "drafter", "--device", "cpu", "w7"]
+    seen = []
+    original = targets.load_target
+
+    def load(*args, **kwargs):
+        seen.append(original(*args, **kwargs))
+        return seen[-1]
+
+    with mock.patch("blockdraft.targets.load_target", load):
+        assert run(*arguments, "--dtype", "bfloat16", "--max-new-tokens", 4)[0] == 0
+        assert run(*arguments, "--max-new-tokens", 4)[0] == 0
+    assert [(each.device.type, each.dtype) for each in seen] == [("cpu", torch.bfloat16), ("cpu", torch.float32)]
 
 
 @pytest.mark.parametrize(
@@ -80,12 +98,17 @@ def test_json_holds_every_round(folders, monkeypatch, capsys):
         (["--target", "./nowhere", "w7"], "no such folder"),
         (["--drafter", "./nowhere", "w7"], "no config.json"),
         ([], "Missing argument"),
+        (["--temperature", "0", "w7"], "choose the rule greedy, or a temperature above 0"),
+        (["--rule", "greedy", "--temperature", "1", "w7"], "leave the temperature out"),
+        (["--max-new-tokens", "600", "w7"], "reads at most 512 tokens"),
+        (["--device", "banana", "w7"], "device 'banana' cannot be used"),
+        ([""], "the prompt is empty"),
     ],
 )
-def test_a_mistake_is_one_message_and_exit_code_2(folders, arguments, message, monkeypatch, capsys):
+def test_a_mistake_is_one_message_and_exit_code_2(folders, arguments, message):
     if "--target" not in arguments:
         arguments = ["--target", folders / "target", *arguments]
-    code, out, err = run(monkeypatch, capsys, *arguments)
+    code, out, err = run(*arguments)
     assert code == 2
     assert message in err
     assert "Traceback" not in err + out

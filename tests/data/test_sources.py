@@ -156,3 +156,14 @@ def test_pocket_is_a_function_of_the_seed():
     assert {prompt.source for prompt in some(3, "code")} == {"pocket/code"}
     with pytest.raises(PromptError, match=r"unknown family 'poetry' .*known: math, code, chat"):
         some(3, "poetry")
+
+
+def test_real_training_prompts_all_pass(real_prompts):
+    path = real_prompts / "train_prompts.jsonl"
+    summary = select(read_source(str(path)), num=500, heldout=50).summary
+    assert summary.to_dict() == {
+        "read": 19877,
+        "kept": 500,
+        "heldout": 50,
+        "dropped": {"more than asked for": 19877 - 550},
+    }

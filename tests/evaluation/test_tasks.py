@@ -1,7 +1,6 @@
 """Which prompts are asked."""
 
 import json
-from pathlib import Path
 
 import datasets
 import pytest
@@ -9,9 +8,6 @@ import pytest
 from blockdraft.data import Prompt, write_prompts
 from blockdraft.evaluation import EvaluationError, load_tasks
 from blockdraft.evaluation.tasks import BENCHMARKS, choose, code, contest, reason
-
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-real = pytest.mark.skipif(not SHARED.exists(), reason="the benchmark files are not beside the project")
 
 
 def test_pocket_is_the_default_and_embedded():
@@ -147,21 +143,18 @@ def test_what_is_asked_of_the_hub(monkeypatch):
     assert "### Question:\nS" in turns["livecodebench"][0]
 
 
-@real
-def test_the_seven_from_a_folder():
-    tasks = load_tasks(["benchmarks"], folder=SHARED)
+def test_the_seven_from_a_folder(real_prompts):
+    tasks = load_tasks(["benchmarks"], folder=real_prompts)
     assert [len(task.prompts) for task in tasks] == [512, 500, 30, 164, 257, 256, 80]
     assert sum(task.about().num_turns for task in tasks) == 1879  # generations
     assert {len(prompt.turns) for prompt in tasks[-1].prompts} == {2}
 
 
-def rows(name):
-    with (SHARED / f"{name}.jsonl").open(encoding="utf-8") as file:
-        return [json.loads(line)["turns"][0] for line in file]
+def test_wrappers_are_those_of_the_files(real_prompts):
+    def rows(name):
+        with (real_prompts / f"{name}.jsonl").open(encoding="utf-8") as file:
+            return [json.loads(line)["turns"][0] for line in file]
 
-
-@real
-def test_wrappers_are_those_of_the_files():
     end = reason("")
     for name in ("gsm8k", "math500", "aime25"):
         assert all(text.endswith(end) and reason(text.removesuffix(end)) == text for text in rows(name))
