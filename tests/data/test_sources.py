@@ -13,6 +13,7 @@ import pytest
 
 from blockdraft.data import Prompt, PromptError
 from blockdraft.data.prompts import Dropped
+from blockdraft.data.selection import select
 from blockdraft.data.sources import PRESETS, load_dataset, pocket_prompts, read_source
 from blockdraft.pocket.corpus import split_of
 

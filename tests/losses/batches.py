@@ -34,9 +34,13 @@ OBJECTIVES = [
     ("dspark", {"ce_weight": 0.5, "l1_weight": 0.2}),
     ("dpace", {}),
     ("dpace", {"mix": 0.1}),
+    ("rounds", {}),
+    ("rounds", {"beta": 0.37, "estimator": "sampled"}),
+    ("rounds", {"beta": 0.0}),
+    ("rounds", {"form": "linear"}),
 ]
 
-STOPS_GRADIENTS = {"lk-hybrid", "dpace"}
+STOPS_GRADIENTS = {"lk-hybrid", "dpace", "rounds"}
 """Objectives with factors held fixed in the gradient, which finite differences cannot know of."""
 
 IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in options.items())}" for name, options in OBJECTIVES]

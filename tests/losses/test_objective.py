@@ -24,7 +24,7 @@ from batches import IDS, OBJECTIVES, batch
 
 def test_the_papers_six_and_their_rivals_are_known():
     rivals = {"dpace", "dspark", "e2e-tv", "lk-hybrid", "token-bv"}
-    assert {"ce", "kl", "rkl", "tv", "lk", "bv"} | rivals <= set(objective_names())
+    assert {"ce", "kl", "rkl", "tv", "lk", "bv", "rounds"} | rivals <= set(objective_names())
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,9 @@ def test_the_papers_six_and_their_rivals_are_known():
         (lambda: objective("ce", eta=0.0), "eta must be positive"),
         (lambda: objective("token-bv", form="exp"), "token-bv: form must be one of"),
         (lambda: objective("token-bv", estimator="sampled"), "unknown option of objective 'token-bv' 'estimator'"),
+        (lambda: objective("rounds", form="population"), "rounds: form must be one of linear, log"),
+        (lambda: objective("rounds", start="here"), "rounds: start must be one of round, anywhere"),
+        (lambda: objective("rounds", form="linear", beta=0.5), "rounds: beta belongs to the log form"),
         (lambda: objective("dpace", mix=1.5), r"mix must lie in \[0, 1\]"),
         (lambda: objective("lk-hybrid", decay=-1.0), "decay must not be negative"),
         (lambda: objective("dspark", ce_weight=-0.1), "must not be negative"),

@@ -1,7 +1,7 @@
 """This package holds the training objectives of block drafters, over full logits or fused with the head product.
 
 `scores` computes the quantities of the paper along target-generated blocks, `rows` the sums over the
-vocabulary below them. `token`, `bv` and `rivals` turn them into objectives, `fused` evaluates these without a
+vocabulary below them. `token`, `bv`, `rounds` and `rivals` turn them into objectives, `fused` evaluates these without a
 ``[tokens, vocabulary]`` tensor, and `reduced` is for drafters over a part of the vocabulary. `reference`
 restates every objective as slow loops, for tests.
 """
@@ -12,6 +12,8 @@ from blockdraft.losses.fused import fused_linear_objective
 from blockdraft.losses.objective import PAPER_SETTINGS, Objective, ObjectiveValue, objective, objective_names, register
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget, restrict_labels, restrict_target
 from blockdraft.losses.rivals import DPACE, E2ETV, DSparkMixture, LKHybrid
+from blockdraft.losses.rounds import Rounds
+from blockdraft.losses.runs import Runs
 from blockdraft.losses.scores import Blocks
 from blockdraft.losses.statistics import BlockStatistics, block_statistics
 from blockdraft.losses.token import CE, KL, LK, RKL, TV, TokenObjective
@@ -36,6 +38,8 @@ __all__ = [
     "ObjectiveValue",
     "PrefixObjective",
     "ReducedTarget",
+    "Rounds",
+    "Runs",
     "TokenBV",
     "TokenObjective",
     "block_scores",

@@ -17,6 +17,7 @@ from torch import Tensor
 from blockdraft.losses.objective import Objective, ObjectiveValue
 from blockdraft.losses.reduced import ReducedTarget
 from blockdraft.losses.rows import computing_dtype
+from blockdraft.losses.runs import run_bounds, whole_runs
 from blockdraft.losses.scores import Blocks, check_labels
 from blockdraft.losses.statistics import BlockStatistics, measure
 
@@ -37,6 +38,7 @@ def fused_linear_objective(
     *,
     stats: bool = True,
     reduced: ReducedTarget | None = None,
+    segments: Tensor | None = None,
 ) -> ObjectiveValue:
     """Evaluate ``objective`` on the logits ``draft_hidden @ draft_head.T`` and ``target_hidden @ target_head.T``.
 
@@ -55,6 +57,8 @@ def fused_linear_objective(
         reduced: for a drafter over a reduced vocabulary D: the target's normaliser and argmax over its whole
             vocabulary. ``draft_head`` is then ``[Vd, H]``, ``target_head`` the rows of D, ``markov`` has
             ``w2 [Vd, r]``, and labels are indices into D (see `restrict_labels` and `restrict_target`).
+        segments: ``[N]`` the run of consecutive anchors that each block belongs to; None for none. A chunk never
+            splits a run, so with an objective that looks at runs the longest one must fit into memory.
 
     Returns:
         An `ObjectiveValue`; ``numerator`` and ``loss`` carry gradients, ``per_block`` does not.
@@ -79,7 +83,8 @@ def fused_linear_objective(
     trains = tuple(
         torch.is_grad_enabled() and t is not None and t.requires_grad for t in (draft_hidden, draft_head, prev, w2)
     )
-    batch = _Batch(objective, target_hidden, target_head, labels, valid, reduced, chunk_blocks, stats, trains)
+    segments = segments if objective.couples_blocks else None
+    batch = _Batch(objective, target_hidden, target_head, labels, valid, reduced, segments, chunk_blocks, stats, trains)
     with torch.autocast(draft_head.device.type, enabled=False):
         total, numerator, denominator = _FusedLinear.apply(draft_hidden, draft_head, prev, w2, batch)
     return replace(objective.value(numerator, denominator, total, batch.statistics), survival=batch.survival)
@@ -95,6 +100,7 @@ class _Batch:
     labels: Tensor
     valid: Tensor | None
     reduced: ReducedTarget | None
+    segments: Tensor | None
     chunk_blocks: int | None
     stats: bool
     trains: tuple[bool, ...]
@@ -102,9 +108,11 @@ class _Batch:
     survival: Tensor | None = None
 
     def chunks(self, vocab_size: int, itemsize: int) -> list[slice]:
-        """Return slices of whole blocks, as equal as they can be."""
+        """Return slices of whole blocks and whole runs, as equal as they can be."""
         num_blocks, block_size = self.labels.shape
         limit = self.chunk_blocks or max(1, CHUNK_BYTES // max(1, block_size * vocab_size * itemsize))
+        if self.segments is not None:
+            return whole_runs(run_bounds(self.segments, num_blocks), limit)
         num_chunks = -(-num_blocks // limit)
         step = -(-num_blocks // num_chunks) if num_chunks else 1
         return [slice(start, min(start + step, num_blocks)) for start in range(0, num_blocks, step)]
@@ -216,6 +224,7 @@ def _blocks(draft_logits: Tensor, target_logits: Tensor | None, batch: _Batch, c
         None if batch.valid is None else batch.valid[chunk],
         temperature=batch.objective.temperature,
         reduced=None if batch.reduced is None else batch.reduced[chunk],
+        segments=None if batch.segments is None else batch.segments[chunk],
         overwrite=True,
     )
 

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 Probabilities = list[Tensor]
-"""A distribution over the vocabulary, as one scalar tensor per token."""
+"""A distribution over the vocabulary is one scalar tensor per token."""
+
+Block = tuple[list[Probabilities], list[Probabilities], list[int]]
+"""A block is p and q at each of its positions, and its labels."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Options:
     decay: float = 3.0
     ce_weight: float = 0.1
     l1_weight: float = 0.9
+    start: str = "anywhere"
 
 
 def reference_loss(
@@ -43,11 +47,13 @@ def reference_loss(
     target_logits: Tensor,
     labels: Tensor,
     valid: Tensor | None = None,
+    segments: Tensor | None = None,
     **options: float | str | None,
 ) -> Tensor:
     """Return the loss of ``objective(name, ...)`` on ``[N, B, V]`` logits."""
     chosen = Options(**options)  # type: ignore[arg-type]
     numerator, denominator = draft_logits.new_zeros(()), 0.0
+    runs: dict[int, list[Block]] = {}
     for n in range(draft_logits.shape[0]):
         length = draft_logits.shape[1] if valid is None else int(valid[n].sum())
         if length == 0:
@@ -55,7 +61,13 @@ def reference_loss(
         p = [_softmax(target_logits[n, i] / chosen.temperature) for i in range(length)]
         q = [_softmax(draft_logits[n, i] / chosen.temperature) for i in range(length)]
         y = [int(labels[n, i]) for i in range(length)]
+        if name == "rounds":
+            runs.setdefault(n if segments is None else int(segments[n]), []).append((p, q, y))
+            continue
         above, below = block_sums(name, p, q, y, chosen)
+        numerator, denominator = numerator + above, denominator + below
+    for run in runs.values():
+        above, below = run_sums(run, draft_logits.shape[1], chosen)
         numerator, denominator = numerator + above, denominator + below
     if denominator == 0:
         return numerator
@@ -123,6 +135,80 @@ def reference_scores(p: list[Probabilities], q: list[Probabilities], y: list[int
         lowest = _min(lowest, r)
         sampled.append(lowest)
     return sampled, integrated
+
+
+def expected_rounds(scores: Tensor, beyond: float = 0.0) -> Tensor:
+    """Return V ``[A + 1]``, the expected number of rounds from each of A consecutive anchors, and V(A) = 0.
+
+    From anchor a, a round keeps exactly k tokens with probability s_a(k) - s_a(k + 1) (s_a(0) = 1, s_a(B + 1) = 0)
+    and the next one starts at anchor a + k + 1. It is differentiable in the scores.
+
+    Args:
+        scores: ``[A, B]`` s_a(i), the chance of keeping i tokens or more; 0 behind the end of the text.
+        beyond: what a token behind the last anchor is worth: V(A + j) = -j beyond. With 0 the text ends there.
+    """
+    num_anchors, block_size = scores.shape
+    values = [scores.new_tensor(-beyond * j) for j in range(block_size + 1)]  # V from the first anchor not yet done
+    for a in reversed(range(num_anchors)):
+        survival = [scores.new_ones(()), *scores[a], scores.new_zeros(())]
+        chances = [survival[k] - survival[k + 1] for k in range(block_size + 1)]
+        values.insert(0, 1 + _sum([chances[k] * values[k] for k in range(block_size + 1)]))
+    return torch.stack(values[: num_anchors + 1])
+
+
+def occupancies(scores: list[list[float]], first: list[float]) -> list[float]:
+    """Return the probability that a round starts at each anchor; ``first`` is that of the first round, by anchor."""
+    found = [first[a] if a < len(first) else 0.0 for a in range(len(scores))]
+    for a, kept in enumerate(scores):
+        survival = [1.0, *kept, 0.0]
+        for k in range(len(kept) + 1):
+            if a + k + 1 < len(found):
+                found[a + k + 1] += found[a] * (survival[k] - survival[k + 1])
+    return found
+
+
+def run_sums(run: list[Block], block_size: int, options: Options) -> tuple[Tensor, float]:
+    """Return what the blocks at consecutive anchors add to numerator and denominator of ``rounds``."""
+    both = [reference_scores(*block) for block in run]
+    kept = [[s.item() for s in sampled] + [0.0] * (block_size - len(sampled)) for sampled, _ in both]
+    mean = [sum(k[i] for k in kept) / len(run) for i in range(block_size)]
+    stationary = [1 / (1 + sum(mean)), *(m / (1 + sum(mean)) for m in mean)]
+    occupancy = occupancies(kept, [1.0] if options.start == "round" else stationary)
+    common = sum(occupancy) / sum(o * (1 + sum(k)) for o, k in zip(occupancy, kept, strict=True))
+    values = expected_rounds(torch.tensor(kept, dtype=torch.float64), common).tolist()
+    worth = [values[a] - values[a + 1] for a in range(len(run))] + [common] * block_size
+    terms: list[tuple[float, Tensor]] = []
+    for a, (sampled, integrated) in enumerate(both):
+        for i in range(len(sampled)):
+            credit = worth[a + i + 1]
+            if options.estimator == "sampled":
+                terms.append((occupancy[a] * credit, sampled[i]))
+            else:
+                terms.append((occupancy[a] * common, integrated[i]))
+                terms.append((occupancy[a] * (credit - common), sampled[i]))
+    if options.form == "linear":
+        saved = _sum([w * s for w, s in terms])
+        return sum(worth[: len(run)]) - (saved - saved.detach()), float(len(run))
+    value = _signed_power_mean(terms, options.beta)
+    return (torch.zeros_like(both[0][0][0]), 0.0) if value is None else (len(run) * value, float(len(run)))
+
+
+def _signed_power_mean(terms: list[tuple[float, Tensor]], beta: float) -> Tensor | None:
+    """Return -log of the power mean with weights |w|; the gradient of a score has the sign of its weight."""
+    positive = [(w, s) for w, s in terms if w != 0 and s > 0]
+    if not positive:
+        return None
+    if beta == 0:
+        total = sum(abs(w) for w, _ in positive)
+        shares = [abs(w) / total for w, _ in positive]
+        value = -sum(share * math.log(s.item()) for share, (_, s) in zip(shares, positive, strict=True))
+    else:
+        power = sum(abs(w) * s.item() ** beta for w, s in positive)
+        shares = [abs(w) * s.item() ** beta / power for w, s in positive]
+        value = -math.log(power / sum(abs(w) for w, _ in terms)) / beta
+    pairs = zip(shares, positive, strict=True)
+    slope = -_sum([math.copysign(share, w) * torch.log(s) for share, (w, s) in pairs])
+    return value + slope - slope.detach()
 
 
 def _prefix_scores(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget
 from blockdraft.losses.rows import LOG_ZERO, Rows
+from blockdraft.losses.runs import Runs
 
 
 class Blocks:
@@ -27,6 +28,9 @@ class Blocks:
         reduced: what is known of the target beyond a reduced draft vocabulary (see
             `blockdraft.losses.reduced`). Logits and labels are then those of this vocabulary, and the
             last valid label of a block may be `OUTSIDE`.
+        segments: ``[N]`` the run that each block belongs to (see `blockdraft.losses.runs`): blocks of one id
+            stand at consecutive anchors of one text, in order. None for blocks that have nothing to do with
+            each other.
         overwrite: reuse the storage of the logits; for callers that own them.
 
     Attributes:
@@ -43,6 +47,7 @@ class Blocks:
         *,
         temperature: float = 1.0,
         reduced: ReducedTarget | None = None,
+        segments: Tensor | None = None,
         overwrite: bool = False,
     ) -> None:
         check_logits(draft_logits, target_logits, labels)
@@ -57,7 +62,7 @@ class Blocks:
             if target_logits is not None and reduced.log_z is None:
                 raise ValueError("a reduced draft vocabulary needs log_z, the target's normaliser over all of its own")
             log_z = None if target_logits is None else reduced.log_z
-        self._reduced = reduced
+        self._reduced, self._segments = reduced, segments
         self.rows = Rows(
             draft_logits.reshape(-1, vocab_size),
             None if target_logits is None else target_logits.reshape(-1, vocab_size),
@@ -183,7 +188,12 @@ class Blocks:
             )
         return self._reduced.argmax
 
-    # Sums
+    # Runs and sums
+
+    @cached_property
+    def runs(self) -> Runs:
+        """Give the runs of consecutive anchors that the blocks form."""
+        return Runs.of(self._segments, self.labels, self.valid)
 
     def mean_over_valid(self, values: Tensor) -> Tensor:
         """Return the mean ``[N]`` of ``values`` over each block's valid positions, 0 for an empty block."""
