@@ -42,6 +42,7 @@ def records(folder):
     return {(line["prompt"], line["way"]): [turn["tokens"] for turn in line["turns"]] for line in lines}
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(drafter, tmp_path):
     rules = ["--rules", "token", "block"]  # several values after one option
     one = run("--drafter", drafter, "--out", tmp_path / "one", *FEW, *rules, "--json")
