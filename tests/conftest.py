@@ -14,12 +14,14 @@ REAL_PROMPTS = "BLOCKDRAFT_REAL_PROMPTS"
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what needs a serving engine or a browser, so that `make check` can leave it out."""
+    """Mark what needs a serving engine or a browser, and what kills processes, so that `make check` leaves it out."""
     for item in items:
         if "engines" in item.path.parts:
             item.add_marker(pytest.mark.engine)
         if {"browser", "page"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.browser)
+        if item.name.startswith("test_killed_"):
+            item.add_marker(pytest.mark.kill)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ def story(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_from_prompts_to_a_drafter(story):
     shown = blockdraft("data", "inspect", "d", "--samples", 1, cwd=story)
     assert shown.code == 0, shown.err

@@ -43,6 +43,7 @@ def records(folder):
     return {tuple(line[key] for key in keys): [turn["tokens"] for turn in line["turns"]] for line in lines}
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(drafter, tmp_path):
     rules = ["--rules", "token", "block"]  # several values after one option
     one = run("--drafter", drafter, "--out", tmp_path / "one", *FEW, *rules, "--json")

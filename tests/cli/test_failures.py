@@ -50,6 +50,7 @@ class OwnError(BlockdraftError):
     [
         (BlockdraftError("the prompt is empty"), "the prompt is empty"),
         (OwnError("every kind of it"), "every kind of it"),
+        (OwnError("told in\ntwo lines, \x1b[31mred"), "told in two lines,  [31mred"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a/b"), "a/b: No such file or directory"),
         (PermissionError(errno.EACCES, "Permission denied", b"a/b"), "a/b: Permission denied"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "d"), "d: Is a directory"),
@@ -155,6 +156,7 @@ def test_output_that_nobody_reads_is_no_error():
     assert "error" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_a_real_ctrl_c(tmp_path):
     prompts = tmp_path / "p.jsonl"

@@ -135,8 +135,9 @@ def test_nothing_is_shown_by_other_processes(pipe):
 
 
 @pytest.mark.parametrize("width", [80, 60])
-def test_a_narrow_terminal_cuts_names_and_notes_and_no_numbers(clock, pipe, width):
-    console = Console(file=pipe, force_terminal=True, width=width, color_system=None, _environ={"TERM": "xterm"})
+def test_a_narrow_terminal_cuts_names_and_notes_and_no_numbers(clock, pipe, width, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(file=pipe, force_terminal=True, width=width, color_system=None)
     with Stages(console=console, clock=clock) as stages:
         stages.show("a-run-with-quite-a-long-name", 0, 10_000)
         clock.now += 100
@@ -148,8 +149,9 @@ def test_a_narrow_terminal_cuts_names_and_notes_and_no_numbers(clock, pipe, widt
     assert "loss" in last or width < 80
 
 
-def test_a_terminal_shows_one_bar_for_each_stage(clock, pipe):
-    console = Console(file=pipe, force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
+def test_a_terminal_shows_one_bar_for_each_stage(clock, pipe, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(file=pipe, force_terminal=True, width=120, color_system=None)
     with Stages(console=console, clock=clock) as stages:
         stages.show("one", 0, 2, 0)
         clock.now += 4

@@ -38,6 +38,7 @@ def lines(run):
     return [json.loads(line) for line in written]
 
 
+@pytest.mark.slow
 def test_two_processes_stop_go_on_and_end_like_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     target = load_target("pocket")

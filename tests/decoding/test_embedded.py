@@ -11,13 +11,15 @@ from blockdraft.targets import EMBEDDED, Target, load_target
 
 from tiny import overfit
 
+SLOW = pytest.mark.slow  # smollm2 takes seconds to load alone
+
 
 @functools.cache
 def embedded(name) -> Target:
     return load_target(name)
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=SLOW if each == "smollm2" else ()) for each in EMBEDDED])
 def test_greedy_text_is_that_of_transformers_with_and_without_a_drafter(name):
     target = embedded(name)
     ids = target.render([{"role": "user", "content": "What is a river?"}])
@@ -32,6 +34,7 @@ def test_greedy_text_is_that_of_transformers_with_and_without_a_drafter(name):
         assert generate(target, drafter, ids, rule="greedy", max_new_tokens=20).tokens == plain.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "num_steps"), [("pocket", "dflash", 150), ("pocket", "dspark", 40), ("smollm2", "dspark", 25)]
 )
@@ -55,6 +58,7 @@ def test_greedy_text_is_the_same_with_a_drafter_that_was_trained(name, kind, num
     assert lengths[0] > lengths[1]
 
 
+@pytest.mark.slow
 def test_smollm2_can_be_written_as_an_ordinary_folder(tmp_path):
     target = embedded("smollm2")
     target.save(tmp_path)

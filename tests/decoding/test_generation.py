@@ -143,6 +143,7 @@ def test_the_exact_law_of_a_round_is_the_targets(rule, kind, changes):
     assert float(emitted.survival[0]) > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "changes"), DRAFTERS[:2], ids=IDS[:2])
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_sampled_texts_follow_the_targets_law(rule, kind, changes):

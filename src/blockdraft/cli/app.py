@@ -91,8 +91,13 @@ def describe(error: OSError, out: object = None) -> str:
     return f"{os.fsdecode(path) if isinstance(path, bytes) else path}: {reason}"
 
 
+def one_line(text: str) -> str:
+    """Return a text without line breaks and without characters that could command a terminal."""
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
 def _failed(line: str, code: int) -> typer.Exit:
-    print(line, file=sys.stderr)
+    print(one_line(line), file=sys.stderr)
     return typer.Exit(code)
 
 
@@ -151,5 +156,5 @@ def _explain(error: Any) -> int:
         return MISTAKE
     hint = "" if error.ctx is None else f" (see {error.ctx.command_path} --help)"
     message = error.format_message().rstrip(".").replace("Value error, ", "")
-    print(f"error: {message}{hint}", file=sys.stderr)
+    print(one_line(f"error: {message}{hint}"), file=sys.stderr)
     return MISTAKE
