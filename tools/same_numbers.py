@@ -76,6 +76,9 @@ def numbers(out: Path) -> dict[str, Any]:
     for name in RUNS:
         lines = (out / "runs" / name / "metrics.jsonl").read_text().splitlines()
         found[f"runs/{name}/metrics.jsonl"] = [_plain(json.loads(line)) for line in lines]
+        if name.endswith("-ce"):  # version 0.1 logged the schedule of beta also where no objective read it
+            for line in found[f"runs/{name}/metrics.jsonl"]:
+                line.pop("beta", None)
     results = json.loads((out / "evaluation" / "results.json").read_text())
     found["evaluation/results.json"] = _plain(results)
     return found

@@ -132,5 +132,5 @@ def test_a_fingerprint_is_of_weights_and_configuration(target, tmp_path):
         save_drafter(drafter, tmp_path / name)
     found = load_candidates([str(tmp_path / name) for name in ("one", "same", "other")], target)
     assert found[0].fingerprint == found[1].fingerprint != found[2].fingerprint
-    found[1].drafter.config = dataclasses.replace(found[1].drafter.config, target_layers=(0, 1, 2))
+    found[1].drafter.config = found[1].drafter.config.replace(target_layers=(0, 1, 2))
     assert dataclasses.replace(found[1]).fingerprint != found[0].fingerprint

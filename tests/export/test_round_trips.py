@@ -313,3 +313,56 @@ def test_what_is_refused_leaves_nothing_behind(target, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be exported as speculators: vLLM"):
         export_drafter(drafter, target, tmp_path / "out", "speculators")
     assert not list(tmp_path.iterdir())
+
+
+def reduced_drafter(kind, model):
+    drafter = tiny_drafter(kind, model, draft_vocab_size=9).float()
+    drafter.draft_ids = torch.tensor([0, 3, 5, 6, 11, 12, 20, 31, 39])
+    return drafter
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_reduced_vocabulary_is_written_as_vllm_reads_it_and_read_back(tmp_path, kind, target):
+    model = target
+    drafter = reduced_drafter(kind, model)
+    export_drafter(drafter, model, tmp_path / "out", "speculators")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert (torch.arange(9) + tensors["d2t"]).tolist() == drafter.draft_ids.tolist()
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].nonzero().flatten().tolist() == drafter.draft_ids.tolist()
+    assert tensors["t2d"].shape == (model.vocab_size,)
+    assert torch.equal(tensors["lm_head.weight"], model.head[drafter.draft_ids])
+    assert "draft_ids" not in tensors
+    if kind == "dspark":
+        assert tensors["markov_head.markov_w1.weight"].shape[0] == model.vocab_size
+        assert tensors["markov_head.markov_w2.weight"].shape[0] == 9
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["draft_vocab_size"] == 9
+    save_drafter(drafter, tmp_path / "own")
+    check_export(tmp_path / "out", target=model, checkpoint=tmp_path / "own")
+    again = load_drafter(tmp_path / "out", model)
+    assert torch.equal(again.draft_ids, drafter.draft_ids)
+
+
+def test_a_reduced_vocabulary_is_refused_where_no_engine_reads_it(tmp_path, target):
+    model = target
+    with pytest.raises(CheckpointError, match="SGLang, which reads flat folders, has no reduced draft vocabulary"):
+        export_drafter(reduced_drafter("dflash", model), model, tmp_path / "out", "flat")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("d2t", lambda t: t + 100, "leads outside of the vocabulary"),
+        ("t2d", lambda t: ~t, "t2d marks other tokens than d2t leads to"),
+        ("lm_head.weight", lambda t: t + 1, "lm_head.weight is not a copy"),
+    ],
+)
+def test_a_reduced_vocabulary_that_contradicts_itself_is_refused(tmp_path, name, change, message, target):
+    model = target
+    export_drafter(reduced_drafter("dflash", model), model, tmp_path, "speculators")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_drafter(tmp_path, model)

@@ -18,7 +18,7 @@ from torch import Tensor
 from blockdraft import files
 from blockdraft.drafters.config import DrafterConfig, recorded_fingerprint
 from blockdraft.drafters.drafter import Drafter, build_drafter
-from blockdraft.drafters.formats import format_of, frozen_names, read_config
+from blockdraft.drafters.formats import D2T, EMBEDDING, HEAD, T2D, format_of, read_config
 from blockdraft.errors import BlockdraftError
 from blockdraft.targets import Target
 
@@ -65,6 +65,7 @@ def load_drafter(
     _check_target(config, target, folder, same_target)
     tensors = load_tensors(folder)
     if format_of(load_json(folder)) is not None:
+        take_draft_ids(tensors, config, folder)
         take_frozen(tensors, target, folder, compare=same_target)
     with torch.device("meta"):  # no storage before it is known that the tensors fit
         drafter = build_drafter(config)
@@ -187,9 +188,26 @@ def write_json(values: dict[str, Any], folder: Path) -> None:
     files.write_json(values, folder / CONFIG)
 
 
+def take_draft_ids(tensors: dict[str, Tensor], config: DrafterConfig, folder: Path) -> None:
+    """Replace the engines' offsets and mask of a reduced draft vocabulary by our ids."""
+    offsets, known = tensors.pop(D2T, None), tensors.pop(T2D, None)
+    if config.draft_vocab_size is None or offsets is None:
+        return  # a whole vocabulary needs neither; a missing one is named later
+    if offsets.shape != (config.draft_vocab_size,) or offsets.is_floating_point():
+        refuse([f"{D2T} must be {config.draft_vocab_size} offsets, got {offsets.dtype} {list(offsets.shape)}"], folder)
+    ids = torch.arange(len(offsets)) + offsets.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        refuse([f"{D2T} leads outside of the vocabulary of {config.vocab_size}"], folder)
+    if known is not None and known.bool().nonzero().flatten().tolist() != sorted(ids.tolist()):
+        refuse([f"{T2D} marks other tokens than {D2T} leads to"], folder)
+    tensors[DRAFT_IDS] = ids
+
+
 def take_frozen(tensors: dict[str, Tensor], target: Target, folder: Path, *, compare: bool = True) -> None:
     """Remove the copies of the target's embedding and head, if they are there; ``compare`` refuses any that are not."""
-    for name, own in zip(frozen_names("dspark"), (target.embedding, target.head), strict=True):
+    ids = tensors.get(DRAFT_IDS)
+    head = target.head if ids is None else target.head[ids.to(target.device)]
+    for name, own in ((EMBEDDING, target.embedding), (HEAD, head)):
         stored = tensors.pop(name, None)
         if stored is None or not compare:
             continue

@@ -70,9 +70,19 @@ def format_of(values: Values) -> Format | None:
     return "flat" if "architectures" in values else None
 
 
-def frozen_names(kind: DrafterKind) -> tuple[str, ...]:
-    """Return the names of the target's tensors of which a drafter's folder carries copies, in either format."""
-    return ("embed_tokens.weight", "lm_head.weight") if kind == "dspark" else ()
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+D2T, T2D = "d2t", "t2d"
+"""A reduced draft vocabulary: int64 ``[Vd]`` offsets from draft index to token id; bool ``[V]``, which tokens it has."""
+
+
+def frozen_names(config: DrafterConfig) -> tuple[str, ...]:
+    """Return the names of the target's tensors of which a drafter's folder carries copies, in either format.
+
+    DSpark's carries both; a reduced draft vocabulary makes the head a part of the folder, its own rows alone.
+    """
+    if config.kind == "dspark":
+        return EMBEDDING, HEAD
+    return () if config.draft_vocab_size is None else (HEAD,)
 
 
 # Writing
@@ -93,6 +103,11 @@ def _refuse_unservable(flavour: Format, config: DrafterConfig) -> None:
         raise FormatError(
             "slot 0 of a flat DSpark drafter predicts the next token, and SGLang knows no other layout; "
             "a fill-in DSpark drafter can be exported as speculators"
+        )
+    if config.draft_vocab_size is not None and flavour == "flat":
+        raise FormatError(
+            "SGLang, which reads flat folders, has no reduced draft vocabulary for DFlash and DSpark; export it as "
+            "speculators, for vLLM, or train with drafter.vocab_size=null"
         )
     if config.markov_head in ("gated", "rnn") and flavour == "speculators":
         raise FormatError(
@@ -124,7 +139,7 @@ def _speculators(config: DrafterConfig, around: Surroundings) -> Values:
         "architectures": ["DFlashDraftModel" if config.kind == "dflash" else "DSparkDraftModel"],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layers],
         "block_size": config.num_slots,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.num_draft_tokens,
         "dtype": around.dtype,
         "mask_token_id": config.mask_token_id,
         "num_target_layers": config.num_target_layers,
@@ -240,9 +255,14 @@ def _from_speculators(values: Values, num_target_layers: int | None) -> Values:
     if kind not in ("dflash", "dspark"):
         raise FormatError(f"speculators_model_type is {kind!r}; known: dflash, dspark")
     layers = _read_layers(_need(values, "transformer_layer_config"))
-    for name, own in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
-        if values.get(name) not in (None, layers[own]):
-            raise FormatError(f"{name} is {values[name]} and {own} {layers[own]}: a drafter here has the target's")
+    if values.get("target_hidden_size") not in (None, layers["hidden_size"]):
+        raise FormatError(
+            f"target_hidden_size is {values['target_hidden_size']} and hidden_size {layers['hidden_size']}: a drafter "
+            "here has the target's width"
+        )
+    reduced = values.get("draft_vocab_size")
+    if reduced not in (None, layers["vocab_size"]):
+        layers["draft_vocab_size"] = reduced
     num_target_layers = values.get("num_target_layers", num_target_layers)
     if num_target_layers is None:
         raise FormatError("the configuration does not tell the target's number of layers; give the target")

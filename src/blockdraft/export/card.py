@@ -121,7 +121,7 @@ def public_name(name: str) -> str:
 def _drafter_rows(config: DrafterConfig, around: Surroundings) -> list[tuple[str, Any]]:
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in build_drafter(config).parameters())
-    copies = frozen_names(config.kind)
+    copies = frozen_names(config)
     rows: list[tuple[str, Any]] = [
         (
             "parameters",
@@ -195,7 +195,7 @@ def _measured(facts: RunFacts, config: DrafterConfig) -> str:
 def _licence(config: DrafterConfig, target: Target) -> str:
     text = f"The target's licence: {licence_of(target) or UNKNOWN}. "
     text += f"The drafter's own: {UNKNOWN}; its publisher states it here."
-    if frozen_names(config.kind):
+    if frozen_names(config):
         text += (
             " The folder carries copies of the target's embedding and head, which remain under the target's licence."
         )

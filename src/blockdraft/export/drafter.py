@@ -13,6 +13,7 @@ from torch import Tensor
 from blockdraft.drafters import Anchors, CheckpointError, Drafter, DrafterConfig, build_drafter, load_drafter
 from blockdraft.drafters.checkpoint import (
     CONFIG,
+    DRAFT_IDS,
     WEIGHTS,
     check_tensors,
     check_values,
@@ -24,6 +25,10 @@ from blockdraft.drafters.checkpoint import (
     write_tensors,
 )
 from blockdraft.drafters.formats import (
+    D2T,
+    EMBEDDING,
+    HEAD,
+    T2D,
     Format,
     FormatError,
     Surroundings,
@@ -129,10 +134,17 @@ def export_drafter(
 def exported_tensors(drafter: Drafter, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the drafter's tensors, and for DSpark copies of the target's embedding and head."""
     own = dict(drafter.state_dict())
-    frozen = zip(frozen_names("dspark"), (target.embedding, target.head), strict=True)
-    own |= {name: tensor for name, tensor in frozen if name in frozen_names(drafter.config.kind)}
+    ids = own.pop(DRAFT_IDS, None)
+    frozen = {EMBEDDING: target.embedding, HEAD: drafter.head(target)}
+    own |= {name: frozen[name] for name in frozen_names(drafter.config)}
     # a tied head is the embedding itself: safetensors refuses tensors that share memory
-    return {name: tensor.detach().cpu().to(dtype, copy=True) for name, tensor in own.items()}
+    tensors = {name: tensor.detach().cpu().to(dtype, copy=True) for name, tensor in own.items()}
+    if ids is not None:
+        ids = ids.cpu()
+        known = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
+        known[ids] = True
+        tensors |= {D2T: ids - torch.arange(len(ids)), T2D: known}
+    return tensors
 
 
 # Checking
@@ -171,7 +183,7 @@ def check_export(folder: str | Path, *, target: Target | None = None, checkpoint
         checked.lines.append("target: not given, so neither it nor logits were compared")
         return checked
     reloaded = load_drafter(folder, target)
-    frozen = frozen_names(config.kind)
+    frozen = frozen_names(config)
     checked.lines.append(f"target: {target.name} fits" + (f"; {' and '.join(frozen)} are its own" if frozen else ""))
     if checkpoint is None:
         checked.lines.append("checkpoint: not given, so logits were not compared")
@@ -218,9 +230,13 @@ def _differences(expected: dict[str, Any], found: dict[str, Any], path: str = ""
 def _check_weights(folder: Path, config: DrafterConfig, tensors: dict[str, Tensor], dtype: str) -> None:
     with torch.device("meta"):
         wanted = dict(build_drafter(config).state_dict())
-        for name in frozen_names(config.kind):
-            wanted[name] = torch.empty(config.vocab_size, config.hidden_size)
+        for name in frozen_names(config):
+            rows = config.vocab_size if name == EMBEDDING else config.num_draft_tokens
+            wanted[name] = torch.empty(rows, config.hidden_size)
+        if wanted.pop(DRAFT_IDS, None) is not None:
+            wanted |= {D2T: torch.empty(config.num_draft_tokens), T2D: torch.empty(config.vocab_size)}
     check_tensors(wanted, tensors, folder)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in (D2T, T2D)}
     others = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype != DTYPES[dtype]}
     refuse([f"{name} is {found}, but {CONFIG} says {dtype}" for name, found in others.items()], folder)
     check_values(tensors, folder)
