@@ -94,7 +94,6 @@ def main() -> None:
         "names",
         nargs="*",
         default=["ce", "kl", "rkl", "tv", "lk", "bv"],
-        choices=objective_names(),
         metavar="name",
         help=f"objectives to compare; known: {', '.join(objective_names())}",
     )

@@ -45,6 +45,9 @@ STOPS_GRADIENTS = {"lk-hybrid", "dpace", "rounds"}
 
 IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in options.items())}" for name, options in OBJECTIVES]
 
+ONE_EACH = list({name: (name, options) for name, options in reversed(OBJECTIVES)}.values())
+"""One set of options for every objective, where the options make no difference to what is tested."""
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -57,8 +57,7 @@ def plain_logits(data):
 
 
 @pytest.mark.parametrize(("name", "options"), OBJECTIVES, ids=IDS)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("markov", [False, True])
+@pytest.mark.parametrize(("masked", "markov"), [(False, False), (True, True)])
 def test_equals_the_plain_path(name, options, masked, markov):
     obj, data = objective(name, temperature=0.8, **options), problem(masked=masked)
     if not markov:

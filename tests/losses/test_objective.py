@@ -19,7 +19,7 @@ from blockdraft.losses import (
     register,
 )
 
-from batches import IDS, OBJECTIVES, batch
+from batches import OBJECTIVES, batch
 
 
 def test_the_papers_six_and_their_rivals_are_known():
@@ -85,13 +85,14 @@ def test_an_objective_describes_itself_completely():
     }
 
 
-@pytest.mark.parametrize(("name", "options"), OBJECTIVES, ids=IDS)
-def test_an_objective_is_made_again_from_its_description(name, options):
-    made = objective(name, drafter="dspark", temperature=0.7, **options)
-    described = made.describe()
-    assert described["name"] == name
-    assert described["temperature"] == 0.7
-    assert objective(**described) == made
+def test_an_objective_is_made_again_from_its_description():
+    for name, options in OBJECTIVES:
+        made = objective(name, drafter="dspark", temperature=0.7, **options)
+        described = made.describe()
+        assert described["name"] == name
+        assert described["temperature"] == 0.7
+        assert options.items() <= described.items()
+        assert objective(**described) == made
 
 
 def test_annealing_is_the_papers_by_default():

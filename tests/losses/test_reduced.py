@@ -22,10 +22,10 @@ from blockdraft.losses.reference import reference_loss, reference_scores
 from blockdraft.verification import law
 from blockdraft.verification.reference import enumerate_round
 
-from batches import IDS, OBJECTIVES, batch
+from batches import OBJECTIVES, ONE_EACH, batch
 from toys import chance, toy
 
-EVERY = pytest.mark.parametrize(("name", "options"), OBJECTIVES, ids=IDS)
+EACH = pytest.mark.parametrize(("name", "options"), ONE_EACH)
 NO_FLOORS = {"summand_floor": None, "length_floor": None, "ramp_floor": None}
 SAMPLED = [("bv", {"estimator": "sampled", "beta": beta} | NO_FLOORS) for beta in (0.0, 0.37, 1.0)]
 """Scores that are zero at a label outside D, in the log."""
@@ -86,7 +86,7 @@ def test_values_and_gradients_are_those_of_the_whole_vocabulary(name, options):
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-9)
 
 
-@EVERY
+@EACH
 def test_a_reduced_vocabulary_that_is_the_whole_one_changes_nothing(name, options):
     data = batch().leaf()
     reduced = normaliser(data.target, draft_ids=torch.arange(6))
@@ -97,7 +97,7 @@ def test_a_reduced_vocabulary_that_is_the_whole_one_changes_nothing(name, option
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-9)
 
 
-@EVERY
+@EACH
 def test_fused_equals_plain(name, options):
     obj, data = objective(name, **options), problem(num_blocks=7, vocab_size=37)
     draft_ids = torch.randperm(37)[:11]
@@ -218,7 +218,7 @@ def test_the_target_is_restricted_in_chunks(dtype, monkeypatch):
     assert (found.argmax == OUTSIDE).any()
 
 
-@EVERY
+@EACH
 def test_nothing_in_padding_reaches_the_result(name, options):
     data, obj = Reduced(), objective(name, **options)
     clean = obj(*data.arguments(), reduced=data.reduced)
@@ -229,7 +229,7 @@ def test_nothing_in_padding_reaches_the_result(name, options):
     torch.testing.assert_close(torch.autograd.grad(value.loss, data.draft)[0], want, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "options"), OBJECTIVES + SAMPLED)
+@pytest.mark.parametrize(("name", "options"), ONE_EACH + SAMPLED)
 def test_blocks_whose_first_label_is_outside_stay_finite(name, options):
     draft = torch.randn(3, 5, 4, requires_grad=True)
     labels = torch.full((3, 5), OUTSIDE)
