@@ -258,9 +258,9 @@ def test_a_shorter_block_is_that_of_a_drafter_with_fewer_slots(kind, num_proposa
 def test_shorter_blocks_decode_the_targets_own_text(kind, monkeypatch):
     target = tiny_target()
     drafter = tiny_drafter(kind, target)
-    alone = generate(target, None, [7, 8, 9], temperature=0.0, max_new_tokens=24)
+    alone = generate(target, None, [7, 8, 9], rule="greedy", max_new_tokens=24)
     monkeypatch.setattr(drafter, "propose", functools.partial(drafter.propose, num_proposals=2))
-    out = generate(target, drafter, [7, 8, 9], temperature=0.0, max_new_tokens=24)
+    out = generate(target, drafter, [7, 8, 9], rule="greedy", max_new_tokens=24)
     assert out.tokens == alone.tokens
     assert max(len(each.drafted) for each in out.rounds) == 2
 

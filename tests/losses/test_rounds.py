@@ -15,8 +15,8 @@ from blockdraft.losses import (
     objective,
     restrict_labels,
 )
+from blockdraft.losses.anchor_runs import AnchorRuns, run_bounds, trace, whole_runs
 from blockdraft.losses.reference import expected_rounds, occupancies, reference_loss, reference_scores
-from blockdraft.losses.runs import Runs, run_bounds, trace, whole_runs
 
 from batches import Batch, batch
 from toys import text_toy
@@ -324,7 +324,7 @@ def test_annealing_applies():
 
 def test_runs_gather_and_scatter():
     data, segments = in_runs()
-    runs = Runs.of(segments, data.labels, data.valid)
+    runs = AnchorRuns.of(segments, data.labels, data.valid)
     gathered = runs.gather(data.labels)
     assert gathered.shape == (3, 4, 5)
     assert (gathered[1, 1:] == 0).all()

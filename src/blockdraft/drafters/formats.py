@@ -72,7 +72,7 @@ def format_of(values: Values) -> Format | None:
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 D2T, T2D = "d2t", "t2d"
-"""A reduced draft vocabulary: int64 ``[Vd]`` offsets from draft index to token id; bool ``[V]``, which tokens it has."""
+"""A reduced draft vocabulary: int64 ``[Vd]`` offsets from draft index to token id; bool ``[V]``, tokens it has."""
 
 
 def frozen_names(config: DrafterConfig) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ vocabulary below them. `token`, `bv`, `rounds` and `rivals` turn them into objec
 restates every objective as slow loops, for tests.
 """
 
+from blockdraft.losses.anchor_runs import AnchorRuns
 from blockdraft.losses.annealing import Annealing
 from blockdraft.losses.bv import BV, PrefixObjective, TokenBV, block_scores
 from blockdraft.losses.fused import fused_linear_objective
@@ -13,7 +14,6 @@ from blockdraft.losses.objective import PAPER_SETTINGS, Objective, ObjectiveValu
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget, restrict_labels, restrict_target
 from blockdraft.losses.rivals import DPACE, E2ETV, DSparkMixture, LKHybrid
 from blockdraft.losses.rounds import Rounds
-from blockdraft.losses.runs import Runs
 from blockdraft.losses.scores import Blocks
 from blockdraft.losses.statistics import BlockStatistics, block_statistics
 from blockdraft.losses.token import CE, KL, LK, RKL, TV, TokenObjective
@@ -29,6 +29,7 @@ __all__ = [
     "PAPER_SETTINGS",
     "RKL",
     "TV",
+    "AnchorRuns",
     "Annealing",
     "BlockStatistics",
     "Blocks",
@@ -39,7 +40,6 @@ __all__ = [
     "PrefixObjective",
     "ReducedTarget",
     "Rounds",
-    "Runs",
     "TokenBV",
     "TokenObjective",
     "block_scores",

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdraft.losses.anchor_runs import run_bounds, whole_runs
 from blockdraft.losses.objective import Objective, ObjectiveValue
 from blockdraft.losses.reduced import ReducedTarget
 from blockdraft.losses.rows import computing_dtype
-from blockdraft.losses.runs import run_bounds, whole_runs
 from blockdraft.losses.scores import Blocks, check_labels
 from blockdraft.losses.statistics import BlockStatistics, measure
 

@@ -5,7 +5,7 @@ the end, has the gradient
 
     grad V(0) = - sum_a o(a) sum_i d(a + i) grad s_a(i)
 
-with the occupancies o, credits d and scores s of `blockdraft.losses.runs`. BV is
+with the occupancies o, credits d and scores s of `blockdraft.losses.anchor_runs`. BV is
 the case of equal occupancies and equal credits: every anchor as likely a start,
 every accepted token worth the same. In truth a token is worth the calls that
 having it saves.
@@ -17,9 +17,9 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from blockdraft.losses.anchor_runs import RunStart, trace
 from blockdraft.losses.bv import BVEstimator, check_beta, check_choice, log_power_mean
 from blockdraft.losses.objective import Objective, register
-from blockdraft.losses.runs import RunStart, trace
 from blockdraft.losses.scores import Blocks
 
 RoundsForm = Literal["linear", "log"]

@@ -11,9 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from blockdraft.losses.anchor_runs import AnchorRuns
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget
 from blockdraft.losses.rows import LOG_ZERO, Rows
-from blockdraft.losses.runs import Runs
 
 
 class Blocks:
@@ -28,7 +28,7 @@ class Blocks:
         reduced: what is known of the target beyond a reduced draft vocabulary (see
             `blockdraft.losses.reduced`). Logits and labels are then those of this vocabulary, and the
             last valid label of a block may be `OUTSIDE`.
-        segments: ``[N]`` the run that each block belongs to (see `blockdraft.losses.runs`): blocks of one id
+        segments: ``[N]`` the run that each block belongs to (see `blockdraft.losses.anchor_runs`): blocks of one id
             stand at consecutive anchors of one text, in order. None for blocks that have nothing to do with
             each other.
         overwrite: reuse the storage of the logits; for callers that own them.
@@ -188,12 +188,12 @@ class Blocks:
             )
         return self._reduced.argmax
 
-    # Runs and sums
+    # Runs of anchors, and sums
 
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> AnchorRuns:
         """Give the runs of consecutive anchors that the blocks form."""
-        return Runs.of(self._segments, self.labels, self.valid)
+        return AnchorRuns.of(self._segments, self.labels, self.valid)
 
     def mean_over_valid(self, values: Tensor) -> Tensor:
         """Return the mean ``[N]`` of ``values`` over each block's valid positions, 0 for an empty block."""

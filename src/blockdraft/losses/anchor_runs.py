@@ -23,8 +23,8 @@ RunStart = Literal["round", "anywhere"]
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Runs says which blocks stand at consecutive anchors of one text.
+class AnchorRuns:
+    """AnchorRuns says which blocks stand at consecutive anchors of one text.
 
     run: ``[N]`` the number of each block's run, counted from 0.
     place: ``[N]`` its place in the run, counted from 0.
@@ -37,7 +37,7 @@ class Runs:
     longest: int
 
     @classmethod
-    def of(cls, segments: Tensor | None, labels: Tensor, valid: Tensor) -> "Runs":
+    def of(cls, segments: Tensor | None, labels: Tensor, valid: Tensor) -> "AnchorRuns":
         """Read the runs off ``segments`` ``[N]``: blocks of one id form a run; None makes every block its own.
 
         Refuses ids that come back after another one, and blocks that do not continue the one before them.
