@@ -272,3 +272,23 @@ def test_where_anchors_walk_survives_a_checkpoint_and_the_blocks_stay_as_many(an
             if anchors == "rounds":
                 walking = set((dataset.prompt_lengths[one.text] + ours.walk.get(one.text, [])).tolist())
                 assert len(walking & set(one.anchors.tolist())) == min(len(walking), len(one.anchors))
+
+
+@given(LENGTHS, st.integers(2, 6), st.integers(1, 40), st.integers(0, 3))
+def test_runs_are_consecutive_anchors_of_one_text(lengths, run_length, num_anchors, epoch):
+    dataset = paths_of(lengths)
+    sampler = plan_of(dataset, num_anchors=num_anchors, run_length=run_length)
+    for step in range(sampler.steps_per_epoch):
+        chosen = [each for each in sampler.step(epoch, step) if len(each.anchors)]
+        assert sum(len(each.anchors) for each in chosen) <= max(num_anchors, run_length)
+        batch = collate(chosen, dataset, 5)
+        for number in batch.segments.unique():
+            inside = batch.segments == number
+            positions = batch.anchors.position[inside]
+            assert (positions.diff() == 1).all()
+            assert len(batch.anchors.start[inside].unique()) == 1
+            assert len(positions) <= run_length
+        assert (batch.segments.diff() >= 0).all()
+        for each in chosen:
+            prompt, response = lengths[each.text]
+            assert all(prompt <= anchor < prompt + response - 1 for anchor in each.anchors)

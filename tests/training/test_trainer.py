@@ -97,6 +97,20 @@ def test_the_fused_and_the_plain_objective_share_the_trajectory(tmp_path, data, 
     same_steps(tmp_path / "f", tmp_path / "p")
 
 
+def test_the_rounds_objective_trains_along_runs_of_anchors(tmp_path, data):
+    options = ["objective.name=rounds", "batch.run_length=5", "optimizer.num_train_epochs=30"]
+    fused = train(data, tmp_path / "f", *options)
+    found = lines(tmp_path / "f")
+    assert found[-1]["heldout_length_block"] > found[0]["heldout_length_block"] + 0.3
+    short = ["objective.name=rounds", "batch.run_length=5"]
+    plain = train(data, tmp_path / "p", *short, "runtime.fused=false")
+    parts = train(data, tmp_path / "a", *short, "batch.gradient_accumulation_steps=2")
+    again = train(data, tmp_path / "g", *short)
+    for other in (plain, parts):
+        close(weights(other), weights(again), rtol=2e-3, atol=2e-4)
+    assert fused.num_steps == 150
+
+
 def test_cached_features_and_checkpointed_activations_share_the_trajectory(tmp_path, data):
     online = train(data, tmp_path / "o")
     cached = train(data, tmp_path / "c", "data.features=cached", f"data.cache={tmp_path / 'cache'}")

@@ -40,11 +40,13 @@ class TextAnchors:
     """A text and the anchors taken from it, counted from its first token, in order.
 
     uniforms: a uniform number for each anchor, which decides where its round would end; None where anchors do not walk.
+    runs: for each anchor the number of its run of consecutive anchors; None where anchors are drawn one by one.
     """
 
     text: int
     anchors: NDArray[np.int64]
     uniforms: NDArray[np.float64] | None = None
+    runs: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Batch:
     block_tokens: ``[A, B + 1]`` the anchor's token and the B that follow it; zeros where the response has ended.
     valid: ``[A, B]`` which of them exist: a prefix of each block.
     uniforms: ``[A]`` of `TextAnchors`, where anchors walk.
+    segments: ``[A]`` a number for each block, the same for blocks at consecutive anchors of one run.
     """
 
     tokens: Tensor
@@ -69,6 +72,7 @@ class Batch:
     block_tokens: Tensor
     valid: Tensor
     uniforms: Tensor | None = None
+    segments: Tensor | None = None
 
     @property
     def anchor_tokens(self) -> Tensor:
@@ -94,7 +98,7 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """Return the same batch on another device."""
         anchors = Anchors(*(x.to(device) for x in (self.anchors.row, self.anchors.position, self.anchors.start)))
-        names = ("tokens", "positions", "block_tokens", "valid", "uniforms")
+        names = ("tokens", "positions", "block_tokens", "valid", "uniforms", "segments")
         moved = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
         return replace(self, anchors=anchors, **moved)
 
@@ -122,6 +126,7 @@ class BatchSampler:
         seed: int,
         full_blocks: bool = False,
         anchors: AnchorChoice = "uniform",
+        run_length: int = 1,
     ) -> None:
         """Sample batches from a data set.
 
@@ -133,11 +138,14 @@ class BatchSampler:
             seed: of all choices.
             full_blocks: leave out anchors with fewer than B tokens behind them.
             anchors: where blocks start.
+            run_length: draw anchors in runs of so many consecutive ones, for objectives that follow rounds.
         """
-        if min(num_texts, num_anchors, num_proposals) < 1:
-            raise ValueError("num_texts, num_anchors and num_proposals must be at least 1")
+        if min(num_texts, num_anchors, num_proposals, run_length) < 1:
+            raise ValueError("num_texts, num_anchors, num_proposals and run_length must be at least 1")
+        if run_length > 1 and anchors != "uniform":
+            raise ValueError("runs of consecutive anchors are placed uniformly; they do not walk")
         self.dataset, self.num_texts, self.num_anchors, self.seed = dataset, num_texts, num_anchors, seed
-        self.num_proposals, self.anchors = num_proposals, anchors
+        self.num_proposals, self.anchors, self.run_length = num_proposals, anchors, run_length
         self.walk: Walk = {}
         """Where the blocks of each text start in this epoch."""
         self.next_walk: Walk = {}
@@ -164,6 +172,8 @@ class BatchSampler:
         texts = self.order(epoch)[step * self.num_texts : (step + 1) * self.num_texts]
         ends = np.cumsum(self.num_eligible[texts])
         rng = np.random.default_rng([self.seed, ANCHORS, epoch, step])
+        if self.run_length > 1:
+            return self._in_runs(texts, rng)
         drawn = np.sort(rng.choice(ends[-1], size=min(self.num_anchors, int(ends[-1])), replace=False))
         owner = np.searchsorted(ends, drawn, side="right")
         within = drawn - (ends - self.num_eligible[texts])[owner]
@@ -172,6 +182,25 @@ class BatchSampler:
             return [TextAnchors(text, self.dataset.prompt_lengths[text] + drawn) for text, drawn in chosen]
         rng = np.random.default_rng([self.seed, WALK, epoch, step])
         return [self._walked(text, drawn, rng) for text, drawn in chosen]
+
+    def _in_runs(self, texts: NDArray[np.int64], rng: np.random.Generator) -> list[TextAnchors]:
+        """Cut every text at a random offset into runs of consecutive anchors, and choose some runs uniformly."""
+        length = self.run_length
+        cuts = []
+        for text in texts:
+            eligible = int(self.num_eligible[text])
+            starts = np.arange(-int(rng.integers(length)), eligible, length)
+            cuts += [(int(text), max(0, int(s)), min(int(s) + length, eligible)) for s in starts if s + length > 0]
+        kept = np.sort(rng.permutation(len(cuts))[: max(1, self.num_anchors // length)])
+        chosen = []
+        for text in texts:
+            runs = [cuts[i] for i in kept if cuts[i][0] == text]
+            parts = [np.arange(start, stop) for _, start, stop in runs]
+            anchors = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+            numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+            prompt = self.dataset.prompt_lengths[text]
+            chosen.append(TextAnchors(int(text), prompt + anchors.astype(np.int64), runs=numbers))
+        return chosen
 
     def _walked(self, text: int, drawn: NDArray[np.int64], rng: np.random.Generator) -> TextAnchors:
         """Put the text's walking anchors in the place of as many that were drawn uniformly."""
@@ -282,7 +311,17 @@ def collate(chosen: Sequence[TextAnchors], dataset: TextDataset, num_proposals: 
         block_tokens=block_tokens,
         valid=exists[:, 1:],
         uniforms=_uniforms(chosen),
+        segments=_segments(chosen),
     )
+
+
+def _segments(chosen: Sequence[TextAnchors]) -> Tensor | None:
+    """Number the runs of all texts through."""
+    runs = [each.runs for each in chosen if each.runs is not None]
+    if len(runs) < len(chosen):
+        return None
+    firsts = np.cumsum([0, *(int(each.max()) + 1 if len(each) else 0 for each in runs)])[:-1]
+    return torch.from_numpy(np.concatenate([each + first for each, first in zip(runs, firsts, strict=True)]))
 
 
 def _uniforms(chosen: Sequence[TextAnchors]) -> Tensor | None:

@@ -122,6 +122,9 @@ class BatchSection(Section):
         "uniform",
         description="where blocks start: uniform positions, rounds (where decoding's rounds would start), or mixed",
     )
+    run_length: int = Field(
+        1, ge=1, description="draw anchors in runs of so many consecutive ones, which the objective rounds needs"
+    )
     full_blocks: bool = Field(False, description="leave out anchors with fewer than num_proposals tokens after them")
 
 
@@ -194,6 +197,8 @@ class Recipe(Section):
                 "objective.options.beta would be overwritten by the schedule in annealing; set annealing.initial and "
                 "annealing.final, or annealing=null for a constant beta"
             )
+        if self.batch.run_length > 1 and self.batch.anchors != "uniform":
+            raise ValueError("batch.run_length places runs of anchors uniformly; set batch.anchors=uniform")
         if self.data.features == "cached" and self.data.cache is None:
             raise ValueError("data.features is cached; say where with data.cache")
         if self.logging.decode_prompts > self.data.num_heldout:

@@ -41,8 +41,9 @@ class TrainingStep(nn.Module):
             reduced = self._reduced(batch, output, objective.temperature)
         if self.fused:
             value = fused_linear_objective(
-                objective, hidden, target_hidden, head, head, labels, valid, markov, reduced=reduced
-            )
+                objective, hidden, target_hidden, head, head, labels, valid, markov, reduced=reduced,
+                segments=batch.segments,
+            )  # fmt: skip
             assert value.stats is not None
             assert value.survival is not None
             return value.numerator, value.denominator, value.stats, value.survival
@@ -51,7 +52,7 @@ class TrainingStep(nn.Module):
             logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
         target_logits = linear(target_hidden, head)
         options: dict[str, Any] = {"temperature": objective.temperature, "reduced": reduced}
-        value = objective(logits, target_logits, labels, valid, reduced=reduced)
+        value = objective(logits, target_logits, labels, valid, reduced=reduced, segments=batch.segments)
         stats = block_statistics(logits, target_logits, labels, valid, **options)
         log_sampled, _ = block_scores(logits.detach(), target_logits, labels, valid, **options)
         return value.numerator, value.denominator, stats, log_sampled.exp()
