@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockdraft.data import Prompt
-from blockdraft.data.paths import read_rows
+from blockdraft.data import Prompt, read_completions
 from blockdraft.decoding import generate
 from blockdraft.drafters import DrafterConfig, build_drafter, save_drafter
 from blockdraft.evaluation import Candidate, Evaluation, EvaluationError, Protocol, Task, read_results, read_traces
@@ -273,7 +272,7 @@ def test_every_turn_that_is_decoded_is_predicted(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "records" / "0.jsonl").read_text().splitlines()]
     assert {len(line["turns"]) for line in records} == {2}
     for law in ("sampled", "greedy"):
-        rows = read_rows(tmp_path / "paths" / law / "000")
+        rows = read_completions(tmp_path / "paths" / law / "000")
         assert sorted(row.id for row in rows) == sorted(f"long/p{i}#{turn}" for i in range(3) for turn in range(2))
         assert {len(row.response_ids) for row in rows} == {24}
 
