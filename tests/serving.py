@@ -1,4 +1,4 @@
-"""Real servers as subprocesses, and whether what they sampled follows the target's law."""
+"""Real servers as subprocesses, and whether what they sampled follows the target's distribution."""
 
 import contextlib
 import os
@@ -56,7 +56,7 @@ def _end(process):
             process.wait(20)
 
 
-def law_z(target, rows):
+def sampling_z(target, rows):
     """Mean of ``log p(x_t) + entropy(p_t)`` over sampled tokens, in standard errors: near 0 if sampled from p."""
     surprises = []
     for row in rows:

@@ -6,6 +6,11 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from blockdraft.data import Conversation, GenerationSettings, Prompt, ServerEngine
+
+WORDS = [7, 8, 9]
+TEXT = "w7 w8 w9"
+
 
 class Scripted:
     """`answer(body, number)` gives the reply to the number-th completion: a dict, or (status, body, headers)."""
@@ -86,3 +91,32 @@ def completion(body, token_ids=None, *, text="", finish="stop", count=None, **mo
     if count is not None:
         usage["completion_tokens"] = count
     return {"choices": [choice], "usage": usage}
+
+
+def after_probe(answer):
+    """A server that takes the first request, which asks how it wants to be asked."""
+    return lambda body, number: answer(body, number) if number else completion(body, [7], finish="length")
+
+
+def engine_for(target, *servers, settings=None, **options):
+    """An engine that has spoken to its servers."""
+    options = {"pause": 0.01, "retries": 3, "timeout": 20, "concurrency": 4, "notify": lambda _: None} | options
+    engine = ServerEngine([getattr(server, "url", server) for server in servers], **options)
+    engine.prepare(target, (settings or GenerationSettings()).sampling)
+    return engine
+
+
+def conversations(target, count, turns=("w10 w11",), settings=None):
+    settings = settings or GenerationSettings()
+    return [Conversation(Prompt(f"p{i}", turns), target, settings, index=i) for i in range(count)]
+
+
+def answered(target, *servers, count=1, turns=("w10 w11",), settings=None, **options):
+    """So many conversations of these turns, done."""
+    engine = engine_for(target, *servers, settings=settings, **options)
+    return list(engine.run(conversations(target, count, turns, settings)))
+
+
+def only(done):
+    (conversation,) = done
+    return conversation

@@ -3,17 +3,15 @@
 import sys
 
 import pytest
-from blockdraft.data.dialogue import Conversation, GenerationSettings
 from transformers.utils.import_utils import is_serve_available
 
-from blockdraft.data.prompts import Prompt
-from blockdraft.data.server import ServerEngine
+from blockdraft.data import Conversation, GenerationSettings, Prompt, ServerEngine
 from blockdraft.decoding import generate
 from blockdraft.pocket.corpus import heldout
 from blockdraft.targets import Sampling, load_target
 from blockdraft.targets.loading import POCKET_FOLDER
 
-from serving import free_port, law_z, served
+from serving import free_port, sampling_z, served
 
 pytestmark = pytest.mark.skipif(not is_serve_available(), reason="needs fastapi, uvicorn and openai")
 
@@ -39,10 +37,10 @@ def url(tmp_path):
 
 
 def regenerate(pocket, url, prompts, settings):
-    """All dialogues, done, and what the engine says of its server."""
-    engine = ServerEngine([url], pocket, settings, model=str(POCKET_FOLDER), concurrency=4)
-    done = list(engine.run([Conversation(prompt, i, pocket, settings) for i, prompt in enumerate(prompts)]))
-    assert sorted(dialogue.index for dialogue in done) == list(range(len(prompts)))
+    """All conversations, done, and what the engine says of its server."""
+    engine = ServerEngine([url], model=str(POCKET_FOLDER), concurrency=4)
+    done = list(engine.run(Conversation(prompt, pocket, settings, index=i) for i, prompt in enumerate(prompts)))
+    assert sorted(each.index for each in done) == list(range(len(prompts)))
     return done, engine.describe()["servers"][0]
 
 
@@ -54,16 +52,16 @@ def test_rows_from_transformers_serve(pocket, url):
 
     done, used = regenerate(pocket, url, [*single[:2], double], GenerationSettings(Sampling(0.0), 100, 500))
     assert (used["prompts"], used["token_ids"]) == ("text", "re-tokenised")
-    assert used["law_left_to_server"] == []
-    rows = [row for dialogue in done for row in dialogue.rows]
+    assert used["sampling_left_to_server"] == []
+    rows = [row for each in done for row in each.completions]
     assert len(rows) >= 3
     for row in rows:
         assert row.response_ids == generate(pocket, None, row.prompt_ids, rule="greedy", max_new_tokens=100).tokens
 
     done, _ = regenerate(pocket, url, single, GenerationSettings(Sampling(1.0), 100, 500))
-    rows = [row for dialogue in done for row in dialogue.rows]
-    assert {dialogue.dropped for dialogue in done} <= {None, *TOKENISED_OTHERWISE}
+    rows = [row for each in done for row in each.completions]
+    assert {each.dropped for each in done} <= {None, *TOKENISED_OTHERWISE}
     assert len(rows) >= len(single) // 2
-    assert abs(law_z(pocket, rows)) < 5
+    assert abs(sampling_z(pocket, rows)) < 5
     greedy = [generate(pocket, None, row.prompt_ids, rule="greedy", max_new_tokens=100).tokens for row in rows[:3]]
     assert [row.response_ids for row in rows[:3]] != greedy

@@ -1,24 +1,31 @@
-"""The server engine against scripted servers: what is sent, what is kept, what is dropped, what is an error."""
+"""The server engine against scripted servers: faults that pass, faults that do not, waiting, and stopping."""
 
+import contextlib
+import datetime
 import json
+import signal
 import socket
 import threading
 import time
+from email.utils import format_datetime
 
 import pytest
-from blockdraft.data.dialogue import Conversation, GenerationSettings
-from blockdraft.data.link import Link
 
-from blockdraft.data.engine import EngineError
-from blockdraft.data.prompts import Prompt
-from blockdraft.data.server import ServerEngine
-from blockdraft.targets import Sampling
+from blockdraft.data import (
+    Conversation,
+    DataError,
+    EngineError,
+    GenerationSettings,
+    Prompt,
+    ServerEngine,
+    endpoint,
+    read_manifest,
+    regenerate,
+)
+from blockdraft.data import server as server_module
 
-from scripted import Scripted, completion
+from scripted import WORDS, after_probe, answered, completion, conversations, engine_for, only
 from tiny import EOS, tiny_target
-
-WORDS = [7, 8, 9]
-TEXT = "w7 w8 w9"
 
 
 @pytest.fixture(scope="module")
@@ -26,230 +33,9 @@ def target():
     return tiny_target()
 
 
-@pytest.fixture
-def serve():
-    """Scripted servers, stopped after the test."""
-    started = []
-
-    def start(answer=lambda body, _: completion(body, [*WORDS, EOS]), **options):
-        started.append(Scripted(answer, **options))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
-
-
-def after_probe(answer):
-    """A server that takes the first request, which asks how it wants to be asked."""
-    return lambda body, number: answer(body, number) if number else completion(body, [7], finish="length")
-
-
-def engine_for(target, *servers, settings=None, **options):
-    options = {"pause": 0.01, "retries": 3, "timeout": 20, "concurrency": 4} | options
-    return ServerEngine([getattr(s, "url", s) for s in servers], target, settings or GenerationSettings(), **options)
-
-
-def regenerate(target, *servers, count=1, turns=("w10 w11",), settings=None, **options):
-    settings = settings or GenerationSettings()
-    engine = engine_for(target, *servers, settings=settings, **options)
-    dialogues = [Conversation(Prompt(f"p{i}", turns), i, target, settings) for i in range(count)]
-    return list(engine.run(dialogues))
-
-
-def only(done):
-    (dialogue,) = done
-    return dialogue
-
-
-def test_every_field_is_sent(target, serve):
-    server = serve()
-    settings = GenerationSettings(Sampling(0.7, 5, 0.9), max_new_tokens=50, max_length=60)
-    dialogue = only(regenerate(target, server, settings=settings))
-    (sent,) = server.asked
-    seed = Conversation(Prompt("p0", ("w10 w11",)), 0, target, settings).seed % 2**31
-    assert sent == {
-        "model": "tiny",
-        "prompt": dialogue.rows[0].prompt_ids,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "use_beam_search": False,
-        "watermarking": False,
-        "seed": seed,
-        "n": 1,
-        "max_tokens": 50,
-        "min_tokens": 0,
-        "stop": None,
-        "stop_token_ids": [EOS],
-        "ignore_eos": False,
-        "stream": False,
-        "logprobs": None,
-        "echo": False,
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-        "include_stop_str_in_output": True,
-        "no_stop_trim": True,
-        "return_token_ids": True,
-        "add_special_tokens": False,
-    }
-    assert server.paths == ["/v1/completions"] * 2
-
-
-def test_the_whole_vocabulary_is_asked_for_as_minus_one(target, serve):
-    server = serve()
-    regenerate(target, server)
-    assert server.asked[0]["top_k"] == -1
-    assert (server.asked[0]["temperature"], server.asked[0]["top_p"]) == (1.0, 1.0)
-
-
-def test_the_budget_shrinks_with_the_prompt(target, serve):
-    server = serve()
-    regenerate(target, server, turns=("w10", "w11"), settings=GenerationSettings(max_new_tokens=10, max_length=16))
-    assert [body["max_tokens"] for body in server.asked] == [min(10, 16 - len(b["prompt"])) for b in server.asked]
-    assert server.asked[1]["max_tokens"] < 10
-
-
-def test_ids_are_taken_from_the_server(target, serve):
-    server = serve(lambda body, _: completion(body, [*WORDS, EOS], text="something else"))
-    row = only(regenerate(target, server)).rows[0]
-    assert (row.response_ids, row.finish_reason) == ([*WORDS, EOS], "stop")
-
-
-def test_describe_says_how_each_server_is_used(target, serve):
-    server = serve()
-    assert engine_for(target, server).describe() == {
-        "concurrency": 4,
-        "servers": [
-            {
-                "url": server.url,
-                "model": "tiny",
-                "prompts": "token ids",
-                "token_ids": "server",
-                "generation_config": False,
-                "refused_fields": [],
-                "law_left_to_server": [],
-            }
-        ],
-    }
-
-
-def test_text_is_tokenised_again(target, serve):
-    server = serve(lambda body, _: completion(body, text=TEXT, count=4))
-    engine = engine_for(target, server)
-    assert engine.describe()["servers"][0]["token_ids"] == "re-tokenised"
-    assert only(regenerate(target, server)).rows[0].response_ids == [*WORDS, EOS]
-
-
-def test_text_may_show_its_end_token(target, serve):
-    server = serve(lambda body, _: completion(body, text=TEXT + " <eos>", count=4))
-    assert only(regenerate(target, server)).rows[0].response_ids == [*WORDS, EOS]
-
-
-DROPS = {
-    "its text does not survive tokenisation": {"text": "w7  w8"},
-    "its text has another number of tokens than were sampled": {"text": TEXT, "count": 6},
-    "finish reason 'content_filter'": {"token_ids": WORDS, "finish": "content_filter"},
-    "finish reason None": {"token_ids": WORDS, "finish": None},
-    "token ids outside the vocabulary": {"token_ids": [7, 40, EOS]},
-    "its token ids are not integers": {"token_ids": ["7"]},
-    "longer than its budget": {"token_ids": [7] * 9, "finish": "length"},
-    "goes on after an end token": {"token_ids": [7, EOS, 8, EOS]},
-    "stopped at 9, which is no end token": {"token_ids": WORDS, "stop_reason": 9},
-    "stopped at 'w9', which is no end token": {"token_ids": WORDS, "matched_stop": "w9"},
-    "the server read other prompt tokens": {"token_ids": [7, EOS], "prompt_token_ids": [1, 2]},
-}
-
-
-@pytest.mark.parametrize("reason", DROPS)
-def test_rows_that_cannot_be_told_are_dropped(reason, target, serve):
-    server = serve(after_probe(lambda body, _: completion(body, **DROPS[reason])))
-    dialogue = only(regenerate(target, server, settings=GenerationSettings(max_new_tokens=8)))
-    assert (dialogue.dropped, dialogue.rows) == (reason, [])
-
-
-@pytest.mark.parametrize("reply", [{"token_ids": [], "finish": "length"}, {"token_ids": []}])
-def test_empty_responses_are_dropped(reply, target, serve):
-    server = serve(after_probe(lambda body, _: completion(body, **reply)))
-    assert only(regenerate(target, server)).dropped == "empty response"
-
-
-def test_an_end_token_alone_is_a_response(target, serve):
-    server = serve(after_probe(lambda body, _: completion(body, text="", count=1)))
-    assert only(regenerate(target, server)).rows[0].response_ids == [EOS]
-
-
-def test_text_that_ran_out_of_budget_must_have_as_many_tokens(target, serve):
-    server = serve(lambda body, _: completion(body, text=TEXT, finish="length", count=3))
-    row = only(regenerate(target, server)).rows[0]
-    assert (row.response_ids, row.finish_reason) == (WORDS, "length")
-    server = serve(lambda body, _: completion(body, text=TEXT, finish="length", count=4))
-    assert only(regenerate(target, server)).dropped is not None
-
-
-def test_a_prompt_of_another_length_drops_the_row(target, serve):
-    def answer(body, _):
-        reply = completion(body, [7, EOS])
-        reply["usage"]["prompt_tokens"] += 1
-        return reply
-
-    dialogue = only(regenerate(target, serve(after_probe(answer))))
-    assert dialogue.dropped == "the server read another number of prompt tokens"
-
-
-@pytest.mark.parametrize(
-    ("end", "put_back"), [({"stop_reason": None}, EOS), ({"stop_reason": 3}, 3), ({"matched_stop": 3}, 3)]
-)
-def test_an_end_token_left_out_is_put_back(end, put_back, serve):
-    target = tiny_target(eos=[EOS, 3])
-    dialogue = only(regenerate(target, serve(after_probe(lambda body, _: completion(body, WORDS, **end)))))
-    assert dialogue.rows[0].response_ids == [*WORDS, put_back]
-
-
-def test_an_end_token_that_could_be_either_drops_the_row(serve):
-    target = tiny_target(eos=[EOS, 3])
-    dialogue = only(regenerate(target, serve(after_probe(lambda body, _: completion(body, WORDS)))))
-    assert dialogue.dropped == "stopped at an end token that cannot be told"
-
-
-def test_text_without_the_number_of_its_tokens_drops_the_row(target, serve):
-    server = serve(after_probe(lambda body, _: completion(body, text="w7 w8")))
-    assert only(regenerate(target, server)).dropped == "neither token ids nor their number came with its text"
-
-
-def test_a_response_cut_by_its_budget_stays_as_it_is(target, serve):
-    dialogue = only(regenerate(target, serve(lambda body, _: completion(body, WORDS, finish="length"))))
-    assert (dialogue.rows[0].response_ids, dialogue.rows[0].finish_reason) == (WORDS, "length")
-
-
-def test_turns_come_in_order_on_top_of_the_answers(target, serve):
-    server = serve(lambda body, number: completion(body, [10 + number, EOS]))
-    dialogue = only(regenerate(target, server, turns=("w20", "w21", "w22"), concurrency=3))
-    assert [row.response_ids[0] for row in dialogue.rows] == [11, 12, 13]
-    assert [body["prompt"] for body in server.asked] == [row.prompt_ids for row in dialogue.rows]
-    assert target.decode(server.asked[2]["prompt"]).startswith("user w20 assistant w11 user w21 assistant w12")
-
-
-def test_a_dropped_turn_leaves_the_earlier_rows(target, serve):
-    server = serve(lambda body, number: completion(body, [7, EOS] if number < 2 else [99]))
-    dialogue = only(regenerate(target, server, turns=("w20", "w21", "w22")))
-    assert (len(dialogue.rows), dialogue.dropped) == (1, "token ids outside the vocabulary")
-
-
-def test_a_dialogue_with_nothing_to_ask_comes_back_at_once(target, serve):
-    server = serve()
-    dialogue = only(regenerate(target, server, settings=GenerationSettings(max_length=3)))
-    assert dialogue.dropped == "prompt too long"
-    assert server.asked == []
-
-
 def test_requests_under_way_are_bounded_at_each_server(target, serve):
     first, second = serve(hold=0.02), serve(hold=0.02)
-    done = regenerate(target, first, second, count=40, concurrency=3)
+    done = answered(target, first, second, count=40, concurrency=3)
     assert sorted(d.index for d in done) == list(range(40))
     assert first.most_under_way <= 3
     assert second.most_under_way <= 3
@@ -271,7 +57,7 @@ def test_requests_under_way_are_bounded_at_each_server(target, serve):
 )
 def test_what_passes_is_tried_again(failure, target, serve):
     server = serve(after_probe(lambda body, n: failure_as_reply(failure) if n < 3 else completion(body, [7, EOS])))
-    assert only(regenerate(target, server)).rows[0].response_ids == [7, EOS]
+    assert only(answered(target, server)).completions[0].response_ids == [7, EOS]
     assert len(server.asked) == 3
     assert server.asked[0] == server.asked[2]
 
@@ -280,15 +66,82 @@ def failure_as_reply(failure):
     return (200, failure) if isinstance(failure, str) else failure
 
 
-def test_a_server_that_asks_for_time_gets_it(target, serve, monkeypatch):
-    rests = []
-    monkeypatch.setattr(Link, "_rest", lambda _, seconds: rests.append(seconds))
-    answers = [(429, "busy", {"Retry-After": "30"}), (503, "busy"), (503, "busy", {"Retry-After": "tomorrow"})]
-    server = serve(after_probe(lambda body, n: answers[n - 1] if n <= 3 else completion(body, [7, EOS])))
-    assert only(regenerate(target, server, pause=1)).dropped is None
+@pytest.fixture
+def rests(monkeypatch):
+    """The pauses, which are not taken."""
+    taken = []
+
+    async def sleep(_, seconds):
+        taken.append(seconds)
+
+    monkeypatch.setattr(endpoint.Client, "_sleep", sleep)
+    return taken
+
+
+def test_a_server_that_asks_for_time_gets_it(target, serve, rests):
+    later = format_datetime(datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=50), usegmt=True)
+    answers = [
+        (429, "busy", {"Retry-After": "30"}), (503, "busy"), (503, "busy", {"Retry-After": "tomorrow"}),
+        (503, "busy", {"Retry-After": later}),
+    ]  # fmt: skip
+    server = serve(after_probe(lambda body, n: answers[n - 1] if n <= 4 else completion(body, [7, EOS])))
+    assert only(answered(target, server, pause=1, retries=4)).dropped is None
     assert rests[0] == 30
-    assert 1 <= rests[1] <= 3
-    assert 2 <= rests[2] <= 6
+    assert 2 <= rests[1] <= 3
+    assert 4 <= rests[2] <= 5
+    assert 30 <= rests[3] <= 50
+
+
+def test_a_server_that_asks_for_too_much_time_is_given_up(target, serve, rests):
+    server = serve(after_probe(lambda *_: (503, "maintenance", {"Retry-After": "86400"})))
+    with pytest.raises(EngineError, match="503: maintenance; it asks for a pause of 86400 s"):
+        answered(target, server)
+    assert rests == []
+
+
+def test_pauses_grow_and_are_announced_once(target, serve, rests):
+    lines = []
+    server = serve(after_probe(lambda body, n: (500, "oops") if n <= 3 else completion(body, [7, EOS])))
+    assert only(answered(target, server, pause=2, notify=lines.append)).dropped is None
+    assert [int(seconds) // 2 * 2 for seconds in rests] == [2, 4, 8]
+    (line,) = lines
+    assert line.startswith(f"{server.url}: 500: oops; asking again in ")
+
+
+def test_waiting_for_a_slow_answer_is_said(target, serve, monkeypatch, capsys):
+    monkeypatch.setattr(server_module, "SECONDS_OF_SILENCE", 0.05)
+    server = serve(hold=0.3)
+    only(answered(target, server, notify=None))
+    assert f"waiting for 1 answers of {server.url}: none for 0.05 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_an_attempt_has_an_end_even_if_bytes_keep_coming(part, target):
+    """A server that answers one byte at a time: no single read takes long, the whole would take for ever."""
+
+    def drip(listener):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\n" + (b"\r\n" if part == "body" else b""))
+                    while True:
+                        connection.sendall(b"x" if part == "body" else b"X-A: b\r\n")
+                        time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, args=(listener,), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(EngineError, match=r"no answer in 0\.3 seconds"):
+            engine_for(target, url, timeout=0.3, retries=0)
+
+
+def test_an_answer_that_is_far_too_large_is_garbage(target, serve, monkeypatch):
+    monkeypatch.setattr(endpoint, "LARGEST_REPLY", 10_000)
+    server = serve(after_probe(lambda *_: (200, "x" * 20_000)))
+    with pytest.raises(EngineError, match="returns garbage: an answer of more than 10000 bytes"):
+        answered(target, server, retries=0)
 
 
 @pytest.mark.parametrize(
@@ -298,24 +151,41 @@ def test_a_server_that_asks_for_time_gets_it(target, serve, monkeypatch):
 def test_garbage_is_an_error_that_shows_it(garbage, shown, target, serve):
     server = serve(after_probe(lambda body, n: completion(body, [7, EOS]) if n == 1 else (200, garbage)))
     engine = engine_for(target, server, concurrency=1)
-    run = engine.run([Conversation(Prompt(f"p{i}", ("w10",)), i, target, GenerationSettings()) for i in range(3)])
-    assert next(run).rows[0].response_ids == [7, EOS]
+    run = engine.run(conversations(target, 3, ("w10",)))
+    assert next(run).completions[0].response_ids == [7, EOS]
     with pytest.raises(EngineError, match=shown) as caught:
         next(run)
     assert server.url in str(caught.value)
-    assert "the same command goes on" in str(caught.value)
+    assert "the same command resumes" in str(caught.value)
     assert sum(body == server.asked[1] for body in server.asked) == 4
 
 
-def test_replies_that_came_before_the_error_was_seen_are_kept(target, serve):
-    server = serve(lambda body, number: (200, "hm") if number == 2 else completion(body, [7, EOS]))
-    engine = engine_for(target, server, concurrency=1, retries=0)
-    run = engine.run([Conversation(Prompt(f"p{i}", ("w10",)), i, target, GenerationSettings()) for i in range(3)])
-    assert next(run).index == 0
-    outcomes = run.gi_frame.f_locals["work"].outcomes
-    while outcomes.qsize() < 2:
-        time.sleep(0.01)
-    assert next(run).index == 2
+def test_replies_that_came_before_the_error_was_seen_are_kept(target, serve, monkeypatch):
+    """The reply to the first word comes first, then garbage for the second, then the reply to the third."""
+    words, turn = ("w10", "w30", "w11"), {10: threading.Event(), 30: threading.Event(), 11: threading.Event()}
+    works = []
+
+    class Watched(server_module._Work):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            works.append(self)
+
+    def answer(body, number):
+        word = next((word for word in turn if word in body["prompt"]), None)
+        if number:
+            turn[word].wait(60)
+        return (200, "hm") if word == 30 else completion(body, [7, EOS])
+
+    monkeypatch.setattr(server_module, "_Work", Watched)
+    asked = [Conversation(Prompt(word, (word,)), target, GenerationSettings()) for word in words]
+    run = engine_for(target, serve(answer), concurrency=3, retries=0).run(asked)
+    turn[10].set()
+    assert next(run).prompt.id == "w10"
+    for num, word in enumerate((30, 11), 1):
+        turn[word].set()
+        while works[0].outcomes.qsize() < num:
+            time.sleep(0.01)
+    assert next(run).prompt.id == "w11"
     with pytest.raises(EngineError, match="garbage"):
         next(run)
 
@@ -348,20 +218,18 @@ def test_a_dying_server_hands_its_work_to_the_other(target, serve):
             died.wait(30)
         return completion(body, [*WORDS, EOS])
 
-    done = regenerate(target, serve(dies), serve(waits), count=20)
+    done = answered(target, serve(dies), serve(waits), count=20)
     assert sorted(d.index for d in done) == list(range(20))
     assert all(d.dropped is None for d in done)
-    assert sum(d.rows[0].response_ids == [7, EOS] for d in done) == 2
+    assert sum(d.completions[0].response_ids == [7, EOS] for d in done) == 2
 
 
-def test_when_no_server_is_left_the_finished_dialogues_are_kept(target, serve):
+def test_when_no_server_is_left_the_finished_conversations_are_kept(target, serve):
     def dies_after(count):
         return lambda body, n: completion(body, [7, EOS]) if n < count else None
 
     first, second = serve(dies_after(3)), serve(dies_after(3))
-    run = engine_for(target, first, second, concurrency=1).run(
-        [Conversation(Prompt(f"p{i}", ("w10",)), i, target, GenerationSettings()) for i in range(9)]
-    )
+    run = engine_for(target, first, second, concurrency=1).run(conversations(target, 9, ("w10",)))
     assert [next(run).dropped for _ in range(4)] == [None] * 4
     with pytest.raises(EngineError, match="no server is left") as caught:
         next(run)
@@ -372,27 +240,60 @@ def test_when_no_server_is_left_the_finished_dialogues_are_kept(target, serve):
 def test_a_row_that_the_server_fails_on_is_dropped(target, serve):
     server = serve(lambda body, _: (500, "too odd") if 30 in body["prompt"] else completion(body, [7, EOS]))
     engine = engine_for(target, server)
-    dialogues = [
-        Conversation(Prompt(word, (word,)), i, target, GenerationSettings())
-        for i, word in enumerate(("w10", "w30", "w11"))
-    ]
-    dropped = {d.prompt.id: d.dropped for d in engine.run(dialogues)}
+    asked = [Conversation(Prompt(word, (word,)), target, GenerationSettings()) for word in ("w10", "w30", "w11")]
+    dropped = {each.prompt.id: each.dropped for each in engine.run(asked)}
     assert dropped == {"w10": None, "w11": None, "w30": "the server failed on it: 500: too odd"}
 
 
+def refusing(status, said, until=10**9):
+    """A server that refuses the token 30 until so many requests were made."""
+    return lambda body, n: (status, said) if 30 in body["prompt"] and n < until else completion(body, [7, EOS])
+
+
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_refused_row_is_dropped_with_the_servers_reason(status, target, serve):
+def test_a_refused_row_is_asked_again_and_then_dropped_with_the_servers_reason(status, target, serve):
     said = {"error": {"message": "maximum context length is 16 tokens\nand more"}}
-    server = serve(after_probe(lambda *_: (status, said)))
-    dialogue = only(regenerate(target, server))
-    assert dialogue.dropped == "refused by the server: maximum context length is 16 tokens"
-    assert len(server.asked) == 1
+    server = serve(refusing(status, said))
+    conversation = only(answered(target, server, turns=("w30",)))
+    assert conversation.dropped == "refused by the server: maximum context length is 16 tokens"
+    assert conversation.failed
+    assert sum(30 in body["prompt"] for body in server.asked) == 3
+
+
+def test_a_refusal_that_passes_drops_nothing(target, serve):
+    server = serve(refusing(400, "busy", until=4))
+    assert only(answered(target, server, turns=("w30",))).completions[0].response_ids == [7, EOS]
+
+
+def test_a_server_that_refuses_everything_for_a_while_drops_nothing(target, serve):
+    """It does not even answer the first, plain question again: the fault lies with the server, not with the row."""
+    server = serve(lambda body, n: (400, "no model yet") if 0 < n < 5 else completion(body, [7, EOS]))
+    done = answered(target, server, count=3, concurrency=1)
+    assert [each.dropped for each in done] == [None] * 3
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_server_that_refuses_everything_for_good_is_an_error(status, target, serve):
+    with pytest.raises(EngineError, match=r"no server is left .*: broken\); what is finished is kept; .* resumes"):
+        answered(target, serve(after_probe(lambda *_: (status, "broken"))), count=9)
+
+
+def test_servers_that_fail_leave_no_complete_folder(target, serve, tmp_path):
+    """A complete folder without rows, which no later run would ask about again, is no outcome."""
+    prompts = [Prompt(f"p{i}", ("w30",)) for i in range(8)]
+    settings = GenerationSettings(max_new_tokens=8, max_length=60)
+    server = serve(refusing(400, "busy"))
+    with pytest.raises(DataError, match=r"failed on 8 of 8 conversations \(refused by the server: busy: 8\)"):
+        regenerate(prompts, target, settings, tmp_path, engine=engine_for(target, server))
+    assert not read_manifest(tmp_path).complete
+    manifest = regenerate(prompts, target, settings, tmp_path, engine=engine_for(target, serve()))
+    assert (manifest.complete, manifest.totals.rows, manifest.totals.dropped) == (True, 8, {})
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_refusal_that_concerns_all_rows_is_an_error(status, target, serve):
     with pytest.raises(EngineError, match=f"refuses requests: {status}: no"):
-        regenerate(target, serve(after_probe(lambda *_: (status, {"detail": "no"}))))
+        answered(target, serve(after_probe(lambda *_: (status, {"detail": "no"}))))
 
 
 def test_a_model_that_is_not_there_is_an_error(target, serve):
@@ -408,6 +309,11 @@ def test_the_key_is_sent_and_must_be_there(target, serve, monkeypatch):
     assert "secret" not in json.dumps(engine.describe())
     with pytest.raises(EngineError, match="NO_KEY"):
         engine_for(target, server, key_variable="NO_KEY")
+    for odd in ("two\nlines", "schlüssel", "two words"):
+        monkeypatch.setenv("A_KEY", odd)
+        with pytest.raises(EngineError, match="A_KEY does not hold an API key") as caught:
+            engine_for(target, server, key_variable="A_KEY")
+        assert odd not in str(caught.value)
 
 
 def test_the_model_is_the_one_listed_or_the_one_given(target, serve):
@@ -437,104 +343,6 @@ def test_the_version_may_be_left_out_of_a_url_but_no_url_given_twice(target, ser
         engine_for(target)
 
 
-def strict(known, *, ids=True, chat=True):
-    """A server that refuses fields it does not know, by name."""
-
-    def answer(body, _):
-        unknown = sorted(set(body) - known - {"model", "prompt", "messages"})
-        if unknown:
-            return 422, {"detail": f"Unexpected fields in the request: {set(unknown)}"}
-        if isinstance(body.get("prompt"), list) and not ids:
-            return 400, {"detail": "prompt must be a string."}
-        if "messages" in body:
-            if not chat:
-                return 404, {"detail": "Not Found"}
-            words = sum(len(m["content"].split()) + 1 for m in body["messages"]) + 1
-            reply = completion(body, count=4)
-            reply["choices"][0]["message"] = {"content": TEXT}
-            return reply | {"usage": {"prompt_tokens": words, "completion_tokens": 4}}
-        return completion(body, text=TEXT, count=4)
-
-    return answer
-
-
-CORE = {"temperature", "top_p", "max_tokens", "seed", "n", "stop", "stream", "logprobs", "echo"}
-CORE |= {"presence_penalty", "frequency_penalty"}
-
-
-def test_a_server_that_takes_a_generation_config_gets_the_law_in_it(target, serve):
-    server = serve(strict(CORE | {"generation_config"}, ids=False))
-    settings = GenerationSettings(Sampling(0.7, 5, 0.9), max_new_tokens=50)
-    dialogue = only(regenerate(target, server, settings=settings))
-    assert dialogue.rows[0].response_ids == [*WORDS, EOS]
-    sent = server.requests[-1]
-    assert sent["prompt"] == "user w10 w11 assistant"
-    assert set(sent) == CORE | {"model", "prompt", "generation_config"}
-    config = json.loads(sent["generation_config"])
-    assert config["do_sample"] is True
-    assert (config["temperature"], config["top_k"], config["top_p"]) == (0.7, 5, 0.9)
-    assert (config["max_new_tokens"], config["eos_token_id"]) == (50, [EOS])
-    described = engine_for(target, server, settings=settings).describe()["servers"][0]
-    assert (described["prompts"], described["token_ids"]) == ("text", "re-tokenised")
-    assert (described["generation_config"], described["law_left_to_server"]) == (True, [])
-
-
-def test_a_field_of_the_law_that_cannot_be_sent_is_said(target, serve):
-    with pytest.warns(UserWarning, match="does not take top_k, min_p, repetition_penalty: its own defaults hold"):
-        engine = engine_for(target, serve(strict(CORE)))
-    described = engine.describe()["servers"][0]
-    assert described["law_left_to_server"] == ["top_k", "min_p", "repetition_penalty"]
-    assert "top_k" in described["refused_fields"]
-
-
-def test_temperature_and_top_p_must_be_taken(target, serve):
-    with pytest.raises(EngineError, match="no way that can be checked"):
-        engine_for(target, serve(strict(CORE - {"top_p"})))
-
-
-def test_messages_are_the_last_resort(target, serve):
-    def answer(body, number):
-        if "prompt" in body:
-            return 404, {"detail": "Not Found"}
-        return strict(CORE | {"generation_config", "chat_template_kwargs"})(body, number)
-
-    server = serve(answer)
-    assert only(regenerate(target, server)).rows[0].response_ids == [*WORDS, EOS]
-    assert server.paths[-1] == "/v1/chat/completions"
-    assert server.requests[-1]["messages"] == [{"role": "user", "content": "w10 w11"}]
-    assert server.requests[-1]["chat_template_kwargs"] == {"enable_thinking": False}
-
-
-def test_text_that_a_server_took_apart_is_dropped(target, serve):
-    def answer(body, _):
-        if "prompt" in body:
-            return 404, {"detail": "Not Found"}
-        reply = completion(body)
-        reply["choices"][0]["message"] = {"content": TEXT, "reasoning_content": "w9"}
-        return reply | {"usage": {"prompt_tokens": len(body["messages"][0]["content"].split()) + 2}}
-
-    assert only(regenerate(target, serve(answer))).dropped == "the server took the text apart"
-
-
-def test_a_way_that_reads_another_prompt_is_not_used(target, serve):
-    """A server that puts a token before text, and says nothing of what it read in messages."""
-
-    def answer(body, _):
-        if isinstance(body.get("prompt"), list):
-            return 400, {"detail": "prompt must be a string."}
-        reply = completion(body, [7, EOS])
-        if "messages" in body:
-            del reply["usage"]
-        else:
-            reply["usage"]["prompt_tokens"] += 1
-        return reply
-
-    with pytest.raises(EngineError, match="no way that can be checked") as caught:
-        engine_for(target, serve(answer))
-    assert "text: the server read another number of prompt tokens" in str(caught.value)
-    assert "messages: the server does not say how many prompt tokens it read" in str(caught.value)
-
-
 def test_closing_the_iterator_ends_the_requests_under_way(target, serve):
     let_go = threading.Event()
 
@@ -546,13 +354,75 @@ def test_closing_the_iterator_ends_the_requests_under_way(target, serve):
     server = serve(answer)
     engine = engine_for(target, server, concurrency=4)
     before = set(threading.enumerate())
-    run = engine.run([Conversation(Prompt(f"p{i}", ("w10",)), i, target, GenerationSettings()) for i in range(20)])
+    run = engine.run(conversations(target, 20, ("w10",)))
     next(run)
-    senders = [t for t in threading.enumerate() if t not in before and "_serve" in t.name]
-    assert len(senders) == 4
-    run.close()
-    for thread in senders:
-        thread.join(30)  # they wait for a server that will not answer, unless they are cut short
-    assert not any(thread.is_alive() for thread in senders)
+    run.close()  # it would wait for a server that does not answer, unless its requests were cut short
+    left = [thread for thread in threading.enumerate() if thread not in before and "portal" in thread.name]
+    assert left == []
     assert len(server.asked) <= 5
     let_go.set()
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("moment", ["first", "later"])
+def test_ctrl_c_ends_the_requests_under_way(moment, target, serve):
+    """The server holds its answers, to the first request or to the later ones, until the test is over."""
+    let_go, hung_up = threading.Event(), threading.Event()
+
+    def answer(body, number):
+        if number > 0 or moment == "first":
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            if not let_go.wait(60):
+                hung_up.set()
+        return completion(body, [7, EOS])
+
+    lines = []
+    engine = ServerEngine([serve(answer).url], concurrency=1, notify=lines.append)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.run(conversations(target, 20)))
+    assert not hung_up.is_set()
+    assert lines == []  # an end is no fault to be tried again
+    assert not any("portal" in thread.name for thread in threading.enumerate())
+    let_go.set()
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, as in a process that a user started."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_servers_are_not_spoken_to_if_there_is_nothing_to_ask(target):
+    engine = ServerEngine(["http://127.0.0.1:9"])
+    assert list(engine.run([])) == []
+    with pytest.raises(EngineError, match="cannot be reached"):
+        list(engine.run(conversations(target, 1)))
+
+
+def test_prompts_are_rendered_as_they_are_needed(target, serve):
+    """Hundreds of thousands of prompts need not lie in memory, rendered, from the start."""
+    server, drawn = serve(), []
+
+    def each():
+        for conversation in conversations(target, 40):
+            drawn.append(conversation)
+            yield conversation
+
+    run = engine_for(target, server, concurrency=2).run(each())
+    next(run)
+    assert len(drawn) <= 6
+    assert len(list(run)) == 39
+
+
+def test_without_the_packages(monkeypatch):
+    monkeypatch.setattr(server_module, "find_spec", lambda name: None if name == "tenacity" else name)
+    with pytest.raises(EngineError, match=r"asking servers needs tenacity: pip install 'blockdraft\[server\]'"):
+        ServerEngine(["http://127.0.0.1:9"])
+
+
+@pytest.mark.parametrize("options", [{"concurrency": 0}, {"timeout": 0}, {"timeout": float("inf")}, {"retries": -1}])
+def test_numbers_that_are_none(options):
+    with pytest.raises(EngineError, match="must"):
+        ServerEngine(["http://127.0.0.1:9"], **options)

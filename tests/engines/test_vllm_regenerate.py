@@ -8,7 +8,7 @@ from blockdraft.data import Conversation, GenerationSettings, LocalEngine, Promp
 from blockdraft.decoding import generate
 from blockdraft.targets import Sampling, load_target
 
-from serving import free_port, law_z, served
+from serving import free_port, sampling_z, served
 from vllm_cpu import PYTHON, QUESTIONS
 
 CONCURRENCY = 64
@@ -37,48 +37,49 @@ def url(smollm2, tmp_path_factory):
 
 
 def regenerate(target, url, settings, count, turns=1):
-    """All dialogues, none dropped, and the tokens a second that came from all of them together."""
-    engine = ServerEngine([url], target, settings, concurrency=CONCURRENCY)
+    """All conversations, none dropped, and the tokens a second that came from all of them together."""
+    engine = ServerEngine([url], concurrency=CONCURRENCY)
+    engine.prepare(target, settings.sampling)
     (used,) = engine.describe()["servers"]
     assert (used["prompts"], used["token_ids"], used["refused_fields"]) == ("token ids", "server", [])
-    dialogues = []
+    asked = []
     for i in range(count):
         questions = tuple(QUESTIONS[(i + turn) % len(QUESTIONS)] for turn in range(turns))
-        dialogues.append(Conversation(Prompt(str(i), questions), i, target, settings))
+        asked.append(Conversation(Prompt(str(i), questions), target, settings, index=i))
     start = time.monotonic()
-    done = list(engine.run(dialogues))
+    done = list(engine.run(asked))
     seconds = time.monotonic() - start
-    assert sorted(dialogue.index for dialogue in done) == list(range(count))
-    assert {dialogue.dropped for dialogue in done} <= {None, "cut off before its last turn"}
-    return done, sum(dialogue.num_tokens for dialogue in done) / seconds
+    assert sorted(each.index for each in done) == list(range(count))
+    assert {each.dropped for each in done} <= {None, "cut off before its last turn"}
+    return done, sum(each.num_tokens for each in done) / seconds
 
 
 def test_greedy_rows_are_the_targets_own(smollm2, url):
     done, _ = regenerate(smollm2, url, GenerationSettings(Sampling(0.0), 48, 512), len(QUESTIONS), turns=2)
-    rows = [row for dialogue in done for row in dialogue.rows]
+    rows = [row for each in done for row in each.completions]
     assert len(rows) > len(QUESTIONS)
     for row in rows:
         assert row.response_ids == generate(smollm2, None, row.prompt_ids, rule="greedy", max_new_tokens=48).tokens
     print(f"\n{len(rows)} greedy rows, {sum(len(row.response_ids) for row in rows)} tokens, all as the target's own")
 
 
-def test_sampled_rows_follow_the_law(smollm2, url):
+def test_sampled_rows_follow_the_targets_distribution(smollm2, url):
     done, speed = regenerate(smollm2, url, GenerationSettings(Sampling(1.0), 64, 512), 2 * CONCURRENCY)
-    rows = [row for dialogue in done for row in dialogue.rows]
-    z = law_z(smollm2, rows)
+    rows = [row for each in done for row in each.completions]
+    z = sampling_z(smollm2, rows)
     num_tokens = sum(len(row.response_ids) for row in rows)
     print(f"\n{len(rows)} rows, {num_tokens} tokens at temperature 1: z = {z:.2f}")
     print(f"vLLM: {speed:.1f} tokens/s at concurrency {CONCURRENCY}")
     settings = GenerationSettings(Sampling(1.0), 64, 512)
-    again = [Conversation(each.prompt, each.index, smollm2, settings) for each in done]
+    again = [Conversation(each.prompt, smollm2, settings) for each in done]
     start = time.monotonic()
-    ours = sum(dialogue.num_tokens for dialogue in LocalEngine(smollm2, settings, CONCURRENCY).run(again))
+    ours = sum(each.num_tokens for each in LocalEngine(smollm2, CONCURRENCY).run(again))
     print(f"the local engine, same prompts, the server idle: {ours / (time.monotonic() - start):.1f} tokens/s")
     assert abs(z) < 4
 
 
-def test_another_law_is_sampled_when_asked_for_and_seen(smollm2, url):
+def test_another_distribution_is_sampled_when_asked_for_and_seen(smollm2, url):
     done, _ = regenerate(smollm2, url, GenerationSettings(Sampling(1.0, top_k=5), 64, 512), CONCURRENCY)
-    z = law_z(smollm2, [row for dialogue in done for row in dialogue.rows])
+    z = sampling_z(smollm2, [row for each in done for row in each.completions])
     print(f"\ntop-k 5 against the whole vocabulary: z = {z:.2f}")
     assert z > 4

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -27,6 +27,8 @@ from blockdraft.data.completions import (
 from blockdraft.data.engine import EngineError
 
 if TYPE_CHECKING:
+    import ssl
+
     import tenacity
 
 CONNECT_SECONDS = 10.0
@@ -90,7 +92,7 @@ class Client:
 
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         times = httpx2.Timeout(self.timeout, connect=min(self.timeout, CONNECT_SECONDS), pool=None)
-        self._http: httpx2.AsyncClient = httpx2.AsyncClient(headers=self._headers, limits=limits, timeout=times)
+        self._http = httpx2.AsyncClient(headers=self._headers, limits=limits, timeout=times, verify=_certificates())
         return self
 
     async def __aexit__(
@@ -170,7 +172,11 @@ class Client:
             sleep=self._sleep, stop=is_enough, wait=seconds, retry=tenacity.retry_if_exception(is_passing),
             before_sleep=announce, reraise=True,
         )  # fmt: skip
-        reply: Reply = await retrying(ask)
+
+        async def attempt() -> Reply:  # tenacity looks at the function to know whether it must be awaited
+            return await ask()
+
+        reply: Reply = await retrying(attempt)
         return reply
 
     @property
@@ -300,14 +306,22 @@ async def probed(client: Client, url: str, model: str, probe: Query) -> Server:
     raise EngineError(f"{url} takes prompts in no way that can be checked ({'; '.join(reasons)})")
 
 
+@cache
+def _certificates() -> "ssl.SSLContext":
+    """Return the certificates that https servers are checked against; they take a moment to load."""
+    import httpx2
+
+    return httpx2.create_ssl_context()
+
+
 def _error(state: "tenacity.RetryCallState") -> BaseException | None:
     return None if state.outcome is None else state.outcome.exception()
 
 
 def _cause(error: BaseException) -> str:
     """Return what went wrong at the bottom of a chain of exceptions, in the system's own words where it has any."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
     if isinstance(error, OSError) and error.errno is not None:
         return str(error.strerror) if isinstance(error, socket.gaierror) else os.strerror(error.errno)
     return str(error) or type(error).__name__

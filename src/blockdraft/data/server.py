@@ -12,6 +12,7 @@ import queue
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -109,7 +110,7 @@ class ServerEngine(Engine):
         if hello.request is None:
             raise EngineError(f"{target.name} cannot be asked anything: {hello.dropped}")
         self._probe = Query(hello.request, _as_text(hello.request))
-        with _portal() as portal, portal.wrap_async_context_manager(self._client):
+        with _portal() as portal:
             self.servers = portal.call(self._connect)
         self._target = target
         for server in self.servers:
@@ -121,11 +122,12 @@ class ServerEngine(Engine):
                 )
 
     async def _connect(self) -> list[Server]:
-        names = {url: await served_model(self._client, url, self._model) for url in self._urls}
-        if len(set(names.values())) > 1:
-            each = ", ".join(f"{url}: {name}" for url, name in names.items())
-            raise EngineError(f"the servers serve models of different names ({each}); serve one model under one name")
-        return [await probed(self._client, url, name, self._probe) for url, name in names.items()]
+        async with self._client as client:
+            names = {url: await served_model(client, url, self._model) for url in self._urls}
+            if len(set(names.values())) > 1:
+                each = ", ".join(f"{url}: {name}" for url, name in names.items())
+                raise EngineError(f"the servers' models have different names ({each}); serve one model under one name")
+            return [await probed(client, url, name, self._probe) for url, name in names.items()]
 
     def describe(self) -> dict[str, Any]:
         """Return the servers, and how each is used."""
@@ -272,9 +274,8 @@ class _Work:
             return server.url not in self.given_up
 
         try:
-            return await self._client.persist(
-                server.url, lambda: self._ask(server, query), refusals=REFUSALS, wanted=wanted
-            )
+            ask = partial(self._ask, server, query)
+            return await self._client.persist(server.url, ask, refusals=REFUSALS, wanted=wanted)
         except GarbageError as error:
             return error
         except AttemptError as error:
