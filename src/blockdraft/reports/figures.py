@@ -56,7 +56,7 @@ def retention(comparison: Comparison, target: str, kind: str, look: Look) -> Dra
             rates = [float("nan") if rate is None else rate for rate in found.conditional(MIN_ROUNDS)]
             line(below, positions, rates, look(entry))
             lowest = min([lowest, *(rate for rate in rates if rate == rate)])
-        above.set(title=title, ylim=(-0.02, 1.03))
+        above.set(title=title, ylim=(-0.03, 1.03))
     _finish_retention(grid.tolist(), len(places), lowest, max(e.about.num_proposals for e in entries))
     legend(figure, entries, look)
     named = ", ".join(title for title, _ in shown)
@@ -83,7 +83,7 @@ def _finish_retention(grid: list[list[Axes]], num_places: int, lowest: float, nu
             panel.set_xticks(range(1, num_proposals + 1, 1 if num_proposals < 9 else 2))
             panel.tick_params(labelleft=column == 0, labelbottom=False)
             if number % 2:
-                panel.set_ylim(max(-0.02, lowest - 0.05), 1.02)
+                panel.set_ylim(max(-0.03, lowest - 0.05), 1.02)
             if number % 2 and place + num_columns >= num_places:
                 panel.set_xlabel("position i in the block")
                 panel.tick_params(labelbottom=True)
@@ -98,7 +98,7 @@ def tasks(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     names = [task.name for task in comparison.tasks(target)]
     titles = [task.title for task in comparison.tasks(target)]
     most = max(len(members) for members in kinds(entries).values())
-    height = 0.8 + len(names) * max(0.26, 0.13 * most)
+    height = 0.8 + len(names) * max(0.26, 0.1 * most)
     figure, axes = panels(entries, len(rules), height=height, sharex=True, sharey=True)
     for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
         for panel, rule in zip(row, rules, strict=True):

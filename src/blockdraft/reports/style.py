@@ -75,7 +75,6 @@ RC = {
     "legend.fontsize": 9,
     "legend.labelcolor": INKS["text"][0],
     "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
     "svg.fonttype": "none",
     "svg.hashsalt": "blockdraft",
     "text.color": INKS["text"][0],
@@ -199,8 +198,9 @@ def panels(
 
 
 def line(panel: Axes, x: Sequence[float], y: Sequence[float], style: Style) -> None:
-    """Draw a drafter's points, joined."""
-    panel.plot(x, y, style.dash, color=style.colour, marker=style.marker)
+    """Draw a drafter's points, joined; many points are smaller ones."""
+    size = 4.5 if len(x) <= 10 else 3.2
+    panel.plot(x, y, style.dash, color=style.colour, marker=style.marker, markersize=size)
 
 
 def legend(figure: Figure, entries: Sequence[Entry], look: Look, *, lines: bool = True) -> None:
@@ -211,4 +211,7 @@ def legend(figure: Figure, entries: Sequence[Entry], look: Look, *, lines: bool 
         handle = Line2D([], [], color=style.colour, marker=style.marker, label=entry.label)
         handle.set_linestyle(style.dash if lines else "none")
         handles.setdefault(entry.label, handle)
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(7, len(handles)))
+    num_rows = -(-len(handles) // 7)
+    num_columns = -(-len(handles) // num_rows)
+    by_column = [handle for column in range(num_columns) for handle in list(handles.values())[column::num_columns]]
+    figure.legend(handles=by_column, loc="outside lower center", ncols=num_columns)
