@@ -19,6 +19,7 @@ class StopError(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_all_stages_and_going_on(tmp_path, monkeypatch):
     monkeypatch.setitem(demo.SIZES, "pocket", TINY)
     seen = []
@@ -49,6 +50,7 @@ def test_all_stages_and_going_on(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "evaluation" / "results.json").read_text())["target"] == "pocket"
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_named(tmp_path, monkeypatch):
     broken = Size("no", 20, 24, 2, 16, 0, changes=(*SMALL, "drafter.num_layers=0"))
     monkeypatch.setitem(demo.SIZES, "pocket", broken)

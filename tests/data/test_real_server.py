@@ -13,7 +13,10 @@ from blockdraft.targets.loading import POCKET_FOLDER
 
 from serving import free_port, sampling_z, served
 
-pytestmark = pytest.mark.skipif(not is_serve_available(), reason="needs fastapi, uvicorn and openai")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_serve_available(), reason="needs fastapi, uvicorn and openai"),
+]
 
 TOKENISED_OTHERWISE = (
     "its text has another number of tokens than were sampled",

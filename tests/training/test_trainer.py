@@ -168,6 +168,7 @@ def _process(rank, num, port, data, out, cases):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_path, data):
     options = ["drafter.kind=dspark", "objective.name=bv"]
     whole = train(data, tmp_path / "whole", *options)
@@ -234,6 +235,7 @@ def test_decoding_needs_held_out_prompts_and_whole_models(tmp_path, data):
 STAND_INS = {"qwen3-4b": "qwen3", "qwen3-8b": "qwen3", "smollm2": "llama", "pocket": "qwen3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_every_shipped_recipe_takes_two_steps_with_a_tiny_target(tmp_path, family):
     model = tiny_target(family, num_layers=10, dtype=torch.float32)
