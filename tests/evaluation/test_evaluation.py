@@ -98,6 +98,15 @@ def evaluate(target, drafters, out, protocol=FEW, given=None, **options):
     return Evaluation(target, candidates, given or tasks(), protocol, out, **options).run()
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """An evaluation that several tests look at: its target, drafter, results and folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    target = tiny_target(dtype=torch.float32)
+    drafter = tiny_drafter("dspark", target)
+    return target, drafter, evaluate(target, {"a": drafter}, folder), folder
+
+
 def lines_of(folder):
     return [json.loads(line) for line in (folder / "records" / "0.jsonl").read_text().splitlines()]
 
@@ -179,7 +188,8 @@ def test_one_hot_drafts_are_decoded_under_both_sampled_rules(tmp_path):
 def test_drafters_are_compared_on_the_same_prompts(tmp_path):
     target = bigram_target(eos=EOS)
     drafters = {"unsure": sharpened_drafter(target, 0.6), "flash": tiny_drafter("dflash", target)}
-    results = evaluate(target, drafters | {"equal": equal_drafter(target)}, tmp_path)
+    short = Protocol(max_new_tokens=16, num_bootstrap=50, num_traces=0, draft_temperatures=(0.6, 1.0))
+    results = evaluate(target, drafters | {"equal": equal_drafter(target)}, tmp_path, short)
     assert {(each.drafter, each.baseline) for each in results.comparisons} == {("equal", "unsure")}  # by kind
     averages = {(each.drafter, each.rule, each.choice): each for each in results.averages}
     seen = set()
@@ -202,15 +212,14 @@ def test_drafters_are_compared_on_the_same_prompts(tmp_path):
     assert gain.ratio.low > 1
 
 
-def test_the_profile_is_that_of_the_results(tmp_path):
-    target = tiny_target(dtype=torch.float32)
-    results = evaluate(target, {"a": tiny_drafter("dspark", target)}, tmp_path)
-    found = read_profile(tmp_path)
+def test_the_profile_is_that_of_the_results(finished):
+    _, _, results, folder = finished
+    found = read_profile(folder)
     assert found == profile(results)
     entry = next(each for each in found.entries if (each.rule, each.choice) == ("block", "paper"))
     counts = np.zeros(B)
     rounds = added = 0
-    for line in lines_of(tmp_path):
+    for line in lines_of(folder):
         if (line["drafter"], line["rule"], line["draft_temperature"]) == ("a", "block", 1.0):
             for turn in line["turns"]:
                 rounds += len(turn["accepted"])
@@ -223,23 +232,26 @@ def test_the_profile_is_that_of_the_results(tmp_path):
 
 def test_an_interrupted_evaluation_goes_on_to_the_same_tokens(tmp_path):
     target = tiny_target(dtype=torch.float32)
-    drafters = {"a": tiny_drafter("dflash", target), "b": tiny_drafter("dspark", target, seed=2)}
-    evaluate(target, drafters, tmp_path / "whole")
+    drafters = {"a": tiny_drafter("dflash", target), "b": tiny_drafter("dflash", target, seed=2)}
+    short = Protocol(
+        rules=("greedy", "block"), max_new_tokens=10, num_bootstrap=20, num_traces=1, draft_temperatures=()
+    )
+    evaluate(target, drafters, tmp_path / "whole", short)
 
     class StopError(Exception):
         pass
 
-    for stage, number in (("texts of the target", 3), ("predictions", 2), ("decoding", 5), ("decoding", 40)):
+    for stage, number in (("texts of the target", 3), ("predictions", 2), ("decoding", 5), ("decoding", 24)):
 
         def stop(at, done, _of, _tokens, stage=stage, number=number):
             if (at, done) == (stage, number):
                 raise StopError
 
         with pytest.raises(StopError):
-            evaluate(target, drafters, tmp_path / "parts", on_progress=stop)
+            evaluate(target, drafters, tmp_path / "parts", short, on_progress=stop)
     with (tmp_path / "parts" / "records" / "0.jsonl").open("ab") as file:
         file.write(b'{"prompt": "one/p3", "dra')  # killed in the middle of a line
-    evaluate(target, drafters, tmp_path / "parts")
+    evaluate(target, drafters, tmp_path / "parts", short)
 
     def kept(folder):
         return {
@@ -312,11 +324,9 @@ def test_protocols_that_mean_nothing(options, message):
         Protocol(**options)
 
 
-def test_cells_are_what_the_records_say(tmp_path):
+def test_cells_are_what_the_records_say(finished):
     """Pooled over prompts and turns, by a count of its own."""
-    target = tiny_target(dtype=torch.float32)
-    drafter = tiny_drafter("dspark", target)
-    results = evaluate(target, {"a": drafter}, tmp_path)
+    target, drafter, results, _ = finished
     for task in tasks():
         rounds, added, new, generations = 0, 0, 0, 0
         for prompt in task.prompts:
@@ -341,10 +351,8 @@ def test_cells_are_what_the_records_say(tmp_path):
     assert average.acceptance_length.value == pytest.approx(sum(lengths) / 2)
 
 
-def test_greedy_answers_are_the_same_with_and_without_a_drafter(tmp_path):
-    target = tiny_target(dtype=torch.float32)
-    evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path)
-    tokens = {key_of(line): [turn["tokens"] for turn in line["turns"]] for line in lines_of(tmp_path)}
+def test_greedy_answers_are_the_same_with_and_without_a_drafter(finished):
+    tokens = {key_of(line): [turn["tokens"] for turn in line["turns"]] for line in lines_of(finished[-1])}
     answered = [prompt for prompt, drafter, rule, _ in tokens if (drafter, rule) == ("a", "greedy")]
     assert len(answered) == 7
     for prompt in answered:
@@ -387,7 +395,7 @@ def test_traces_tell_the_verdict(tmp_path):
 
 
 def test_pieces_of_a_character_wait_for_its_last_one():
-    target = load_target("smollm2")
+    target = load_target("pocket")
     tokens = target.encode("a 🦙 b")
     assert any("\N{REPLACEMENT CHARACTER}" in target.decode([token]) for token in tokens)
     texts = _texts(target, [], tokens)
