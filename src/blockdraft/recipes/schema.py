@@ -167,7 +167,9 @@ class LoggingSection(Section):
     heldout_blocks: int = Field(2048, ge=1, description="blocks of held-out texts that are measured")
     decode_prompts: int = Field(0, ge=0, description="held-out prompts that are decoded at every measurement")
     keep_epoch_checkpoints: bool = Field(False, description="keep the checkpoint of every epoch")
-    tensorboard: bool = Field(False, description="also log to TensorBoard, which the extra blockdraft[tensorboard] installs")
+    tensorboard: bool = Field(
+        False, description="also log to TensorBoard, which the extra blockdraft[tensorboard] installs"
+    )
     wandb: bool = Field(False, description="also log to Weights & Biases")
     trackio: bool = Field(False, description="also log to trackio")
 
