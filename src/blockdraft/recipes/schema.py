@@ -168,7 +168,7 @@ class LoggingSection(Section):
     decode_prompts: int = Field(0, ge=0, description="held-out prompts that are decoded at every measurement")
     keep_epoch_checkpoints: bool = Field(False, description="keep the checkpoint of every epoch")
     tensorboard: bool = Field(
-        False, description="also log to TensorBoard, which the extra blockdraft[tensorboard] installs"
+        False, description="also log to TensorBoard; needs blockdraft[tensorboard]"
     )
     wandb: bool = Field(False, description="also log to Weights & Biases")
     trackio: bool = Field(False, description="also log to trackio")
