@@ -347,3 +347,15 @@ def test_a_damaged_line_of_the_journal_is_asked_again(tmp_path, line):
     assert len(engine.asked) == len(PROMPTS) - 9
     make(tmp_path / "whole", engine=Unordered())
     assert rows(tmp_path) == rows(tmp_path / "whole")
+
+
+def test_an_engine_that_loses_conversations_does_not_lose_the_journal(tmp_path):
+    class Forgetful(Unordered):
+        def run(self, conversations):
+            yield from list(super().run(conversations))[:-2]
+
+    with pytest.raises(RuntimeError, match="left 2 conversations out"):
+        make(tmp_path, engine=Forgetful())
+    engine = Unordered()
+    make(tmp_path, engine=engine)
+    assert len(engine.asked) == 2

@@ -112,7 +112,9 @@ def test_waiting_for_a_slow_answer_is_said(target, serve, monkeypatch, capsys):
     monkeypatch.setattr(server_module, "SECONDS_OF_SILENCE", 0.05)
     server = serve(hold=0.3)
     only(answered(target, server, notify=None))
-    assert f"waiting for 1 answers of {server.url}: none for 0.05 s" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"waiting for a first answer of {server.url} (an attempt may take 20 s, --timeout)" in said
+    assert f"waiting for 1 answers of {server.url}: none for 0.05 s (an attempt may take 20 s, --timeout)" in said
 
 
 @pytest.mark.parametrize("part", ["head", "body"])
@@ -394,11 +396,25 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_the_servers_are_not_spoken_to_if_there_is_nothing_to_ask(target):
-    engine = ServerEngine(["http://127.0.0.1:9"])
-    assert list(engine.run([])) == []
+def test_the_servers_are_not_spoken_to_if_there_is_nothing_to_ask(target, serve, tmp_path):
+    nobody = ServerEngine(["http://127.0.0.1:9"])
+    assert list(nobody.run([])) == []
+    prompts, settings = [Prompt("p", ("w10",))], GenerationSettings(max_length=60)
     with pytest.raises(EngineError, match="cannot be reached"):
-        list(engine.run(conversations(target, 1)))
+        regenerate(prompts, target, settings, tmp_path / "d", engine=nobody)
+    assert not (tmp_path / "d").exists()
+    manifest = regenerate(prompts, target, settings, tmp_path / "d", engine=engine_for(target, serve()))
+    assert regenerate(prompts, target, settings, tmp_path / "d", engine=nobody) == manifest
+    assert manifest.about.engine.model_dump()["servers"][0]["model"] == "tiny"
+
+
+def test_conversations_that_ask_for_nothing_do_not_end_the_run(target, serve):
+    """More of them in a row than are ever open at once."""
+    settings = GenerationSettings(max_new_tokens=8, max_length=12)
+    long = [Conversation(Prompt(f"p{i}", ("w9 " * 20,)), target, settings) for i in range(9)]
+    done = list(engine_for(target, serve(), concurrency=1).run([*long, *conversations(target, 3), *long]))
+    assert [each.dropped for each in done].count("prompt too long") == 18
+    assert sum(len(each.completions) for each in done) == 3
 
 
 def test_prompts_are_rendered_as_they_are_needed(target, serve):

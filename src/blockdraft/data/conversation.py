@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
+from blockdraft.data.manifest import DataError
 from blockdraft.data.prompts import Prompt
 from blockdraft.targets import Message, Sampling, Target
 
@@ -41,12 +42,12 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.max_length < 2:
-            raise ValueError(
+            raise DataError(
                 f"max_new_tokens must be at least 1 and max_length at least 2, got {self.max_new_tokens} and "
                 f"{self.max_length}"
             )
         if not math.isfinite(self.sampling.temperature):
-            raise ValueError(f"temperature must be a finite number, got {self.sampling.temperature}")
+            raise DataError(f"temperature must be a finite number, got {self.sampling.temperature}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return flat plain values; ``whole_turns`` is left out where it is false."""

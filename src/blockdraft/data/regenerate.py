@@ -158,6 +158,8 @@ class _Run:
                         self.journal.append(finished)
                     self._take(finished, new=True)
         self._accept_failed()
+        if not self.store.manifest.complete:
+            raise RuntimeError(f"the engine {engine.name} left {len(self.prompts) - self.num_done} conversations out")
         self.journal.delete()
         if self.num_rows < LEAST_KEPT * self.num_done:
             raise DataError(

@@ -12,6 +12,7 @@ import queue
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from functools import partial
 from importlib.util import find_spec
 from types import TracebackType
@@ -111,7 +112,10 @@ class ServerEngine(Engine):
             raise EngineError(f"{target.name} cannot be asked anything: {hello.dropped}")
         self._probe = Query(hello.request, _as_text(hello.request))
         with _portal() as portal:
-            self.servers = portal.call(self._connect)
+            connecting = portal.start_task_soon(self._connect)
+            while not wait([connecting], timeout=SECONDS_OF_SILENCE).done:
+                self._notify(f"waiting for a first answer of {', '.join(self._urls)} ({self._limit})")
+            self.servers = connecting.result()
         self._target = target
         for server in self.servers:
             if server.form.unsent:
@@ -148,11 +152,11 @@ class ServerEngine(Engine):
             _Work(portal, self._client, self.servers, self._probe, self.concurrency) as work,
         ):
             while True:
-                for conversation in itertools.islice(waiting, most_open - num_open):
-                    if self._hand_out(conversation, work):
+                while num_open < most_open and (fresh := next(waiting, None)) is not None:
+                    if self._hand_out(fresh, work):
                         num_open += 1
                     else:
-                        yield conversation
+                        yield fresh
                 if not num_open:
                     return
                 server, conversation, outcome = self._wait_for(work, num_open)
@@ -188,9 +192,13 @@ class ServerEngine(Engine):
             except queue.Empty:
                 self._notify(
                     f"waiting for {num_open} answers of {', '.join(self._urls)}: none for "
-                    f"{silences * SECONDS_OF_SILENCE:g} s (an attempt may take {self._client.timeout:g} s, --timeout)"
+                    f"{silences * SECONDS_OF_SILENCE:g} s ({self._limit})"
                 )
         raise AssertionError("unreachable")
+
+    @property
+    def _limit(self) -> str:
+        return f"an attempt may take {self._client.timeout:g} s, --timeout"
 
     def _finished(self, work: "_Work") -> Iterator[Conversation]:
         """Yield conversations whose last reply came, but was not looked at, before the end."""
