@@ -14,7 +14,16 @@ SPECULATORS := .venv-speculators
 SPECULATORS_INSTALLED := $(SPECULATORS)/.installed
 SPECULATORS_PIP := $(SPECULATORS)/bin/python -m pip --disable-pip-version-check --quiet install
 
-.PHONY: help install demo lint check test test-engines example bench pins clean
+DOCS := .venv-docs
+DOCS_INSTALLED := $(DOCS)/.installed
+DOCS_PIP := $(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+# prose that the formatter keeps: not pages with formulas, which it would break, nor those that are made from the code
+MARKDOWN := README.md CONTRIBUTING.md CHANGELOG.md $(filter-out docs/theory/% docs/reference/recipe-fields.md \
+  docs/reference/command-line.md, $(wildcard docs/*.md docs/*/*.md))
+
+.PHONY: help install demo lint format docs reference check test test-engines example bench pins clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 \t/' | expand -t 24
@@ -33,16 +42,34 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## data, two drafters, evaluation and report, in demo/ (TARGET=smollm2: more than an hour)
 	$(BIN)/blockdraft demo --target $(TARGET)
 
-lint: $(INSTALLED) ## ruff, mypy, import directions
+lint: $(INSTALLED) ## ruff, mypy, import directions, width of prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mdformat --check $(MARKDOWN)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
 check: lint ## the inner loop: lint and the quick tests, about two minutes
 	$(BIN)/pytest -m "not slow and not kill and not browser and not engine"
 
-test: lint ## lint and all tests
+format: $(INSTALLED) ## format code and prose
+	$(BIN)/ruff format .
+	$(BIN)/mdformat $(MARKDOWN)
+
+docs: $(DOCS_INSTALLED) ## the documentation site, in site/; needs no network once .venv-docs is there
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	@echo site/index.html
+
+# its own environment, so that .venv stays small; the package itself and torch are not needed
+$(DOCS_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS_PIP) $$($(DOCS)/bin/python -c '$(DOCS_EXTRA)')
+	@touch $@
+
+reference: $(INSTALLED) ## write the reference pages that are made from the code anew
+	$(BIN)/python tools/reference.py
+
+test: lint docs ## lint, the documentation site, and all tests
 	$(BIN)/pytest
 
 test-engines: $(INSTALLED) $(VLLM_INSTALLED) $(SPECULATORS_INSTALLED) ## real engines: vLLM (3.4 GB in .venv-vllm) and speculators (1.5 GB)
@@ -76,9 +103,10 @@ bench: $(INSTALLED) $(SPECULATORS_INSTALLED) ## the benchmarks, ratios measured 
 	$(BIN)/python benchmarks/regenerate.py
 	$(BIN)/python benchmarks/training.py
 
-pins: $(INSTALLED) ## write constraints.txt anew from what .venv holds
-	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(pip|setuptools)==' \
-	  | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' | sort -f; } > constraints.new && mv constraints.new constraints.txt
+pins: $(INSTALLED) $(DOCS_INSTALLED) ## write constraints.txt anew from what .venv and .venv-docs hold
+	@{ sed -n '/^#/p' constraints.txt; { $(BIN)/python -m pip freeze --exclude-editable; $(DOCS)/bin/python -m pip freeze; } \
+	  | grep -viE '^(pip|setuptools)==' | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' | sort -uf; } > constraints.new \
+	  && mv constraints.new constraints.txt
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VLLM) $(SPECULATORS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(SPECULATORS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -167,9 +167,7 @@ class LoggingSection(Section):
     heldout_blocks: int = Field(2048, ge=1, description="blocks of held-out texts that are measured")
     decode_prompts: int = Field(0, ge=0, description="held-out prompts that are decoded at every measurement")
     keep_epoch_checkpoints: bool = Field(False, description="keep the checkpoint of every epoch")
-    tensorboard: bool = Field(
-        False, description="also log to TensorBoard; needs blockdraft[tensorboard]"
-    )
+    tensorboard: bool = Field(False, description="also log to TensorBoard; needs blockdraft[tensorboard]")
     wandb: bool = Field(False, description="also log to Weights & Biases")
     trackio: bool = Field(False, description="also log to trackio")
 
