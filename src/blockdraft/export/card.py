@@ -1,18 +1,16 @@
 """The model card of an export: what the run's folder tells of the drafter, and how to serve it. Nothing is guessed."""
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from blockdraft.data.store import MANIFEST, totals
+from blockdraft.data.store import totals
 from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.drafters.formats import Format, Surroundings, frozen_names
 from blockdraft.export.commands import STATE_SAMPLING, engine_notes
-from blockdraft.files import complete_lines
+from blockdraft.export.run import RunFacts
 from blockdraft.targets import Target, fingerprint
 from blockdraft.verification import RULES
 
@@ -21,57 +19,6 @@ UNKNOWN = "not recorded"
 NAMES = {"dflash": "DFlash", "dspark": "DSpark"}
 EMBEDDED_LICENCES = {"pocket": "apache-2.0", "smollm2": "apache-2.0"}
 """Of the embedded targets: this package's own, and what the metadata of SmolLM2's file says."""
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What a run's folder tells of a checkpoint; None is what it does not tell.
-
-    about: ``run.json``: recipe, target, versions.
-    step: optimizer steps of this checkpoint.
-    measured: the held-out lengths of this very step.
-    data: the manifest of the data folder, if it is still there.
-    """
-
-    about: dict[str, Any] | None = None
-    step: int | None = None
-    measured: dict[str, float] | None = None
-    data: dict[str, Any] | None = None
-
-    @property
-    def target(self) -> str | None:
-        """The name under which the target was loaded."""
-        return None if self.about is None else str(self.about["target"]["name"])
-
-
-def run_facts(checkpoint: str | Path) -> RunFacts:
-    """Read the facts of a checkpoint ``run/steps/00000500`` or a link to it; none are known of a folder elsewhere."""
-    folder = Path(checkpoint).resolve()
-    run = folder.parent.parent
-    about = _json(run / "run.json")
-    if about is None or folder.parent.name != "steps" or not folder.name.isdigit():
-        return RunFacts()
-    step = int(folder.name)
-    path = about["recipe"]["data"]["path"]
-    data = None if path is None else _json(Path(path) / MANIFEST)
-    return RunFacts(about, step, _measurement(run / "metrics.jsonl", step), data)
-
-
-def _measurement(file: Path, step: int) -> dict[str, float] | None:
-    if not file.is_file():
-        return None
-    for metrics in map(json.loads, complete_lines(file)):
-        if metrics.get("step") == step and "heldout_length_block" in metrics:
-            return {name: value for name, value in metrics.items() if name.startswith("heldout_")}
-    return None
-
-
-def _json(file: Path) -> dict[str, Any] | None:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
 
 
 def write_card(
@@ -169,7 +116,7 @@ def _training(facts: RunFacts) -> str:
         ("revision", facts.about["git"]),
     ]
     text = yaml.safe_dump(_without_paths(recipe), sort_keys=False)
-    return f"{_table(rows)}\n\nThe recipe, with only the last part of every path:\n\n```yaml\n{text}```"
+    return f"{_table(rows)}\n\nThe recipe (of paths, the last part only):\n\n```yaml\n{text}```"
 
 
 def _without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
