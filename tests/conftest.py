@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "engines" in item.path.parts:
             item.add_marker(pytest.mark.engine)
-        if {"browser", "page"} & set(getattr(item, "fixturenames", ())):
+        if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.browser)
         if item.name.startswith("test_killed_"):
             item.add_marker(pytest.mark.kill)
