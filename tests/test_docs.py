@@ -1,4 +1,4 @@
-"""The documentation is true: its code runs, its commands parse, its links lead somewhere, its references are the code's."""
+"""Documents: links resolve, examples run, reference pages are what the code says, commands of the README parse."""
 
 import ast
 import importlib
@@ -167,7 +167,10 @@ def test_signatures_are_those_of_the_code(module, node):
     assert {name for name in known if found[name].default is inspect.Parameter.empty} <= set(documented)
     assert all(found[each.arg].kind is inspect.Parameter.KEYWORD_ONLY for each in node.args.kwonlyargs)
     positional = node.args.args[len(node.args.args) - len(node.args.defaults) :]
-    pairs = [*zip(positional, node.args.defaults, strict=True), *zip(node.args.kwonlyargs, node.args.kw_defaults)]
+    pairs = [
+        *zip(positional, node.args.defaults, strict=True),
+        *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+    ]
     for argument, default in pairs:
         if default is None or (isinstance(default, ast.Constant) and default.value is ...):
             continue

@@ -37,8 +37,7 @@ from blockdraft.drafters.formats import (
     surroundings,
     write_config,
 )
-from blockdraft.export.card import CARD, write_card
-from blockdraft.export.card import RunFacts
+from blockdraft.export.card import CARD, RunFacts, write_card
 from blockdraft.files import atomic_folder
 from blockdraft.targets import DTYPES, Target
 
