@@ -9,7 +9,7 @@ from blockdraft.data.dialogue import Dialogue, Settings
 from blockdraft.data.prompts import Prompt
 from blockdraft.data.server import ServerEngine
 from blockdraft.decoding import generate
-from blockdraft.pocket.corpus import heldout
+from blockdraft.pocket import heldout
 from blockdraft.targets import Sampling, load_target
 from blockdraft.targets.loading import POCKET
 

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from blockdraft.data import Prompt, read_prompts
 from blockdraft.data.sources import load_dataset
 from blockdraft.evaluation.results import EvaluationError, TaskAbout
-from blockdraft.pocket.corpus import FAMILIES, Family, heldout
+from blockdraft.pocket import FAMILIES, Family, heldout
 
 
 @dataclass(frozen=True)
