@@ -129,7 +129,8 @@ def advice(dice: Dice) -> Draft:
     """Tell a worry, and two or three things to do about it."""
     worry, *tips = dice.pick(TOPICS["worries"])
     tips = dice.sample(tips, dice.pick((2, 3, 3)))
-    since = dice.say("[|||| these days| again| lately]") if " want " not in worry and "tomorrow" not in worry else ""
+    lasting = worry.startswith(("I am tired", "I am stressed", "I am bored", "I am sad", "I cannot", "I spend", "my "))
+    since = dice.say("[|||| these days| again| lately]") if lasting and "decide" not in worry else ""
     question = dice.say(
         "[{worry}. What [can|should] I do?|{worry}. Any advice?|{worry}. Can you help me?|{worry}, what can I do?"
         "|What would you do if {worry}?|Help, {worry}!|{worry}.|What helps if {worry}?]",
@@ -141,9 +142,11 @@ def advice(dice: Dice) -> Draft:
     if " want " in worry:
         opening = "[That is a good plan.|What a good idea.|Good for you.|That is a fine goal.]"
     first, *rest = tips
-    middle = dice.say("[First of all, {tip}.|You could {tip}.|I would {tip}.|Try to {tip}.]", tip=first)
+    mine = "" if "your" in first else "|I would {tip}."
+    middle = dice.say(f"[First of all, {{tip}}.|You could {{tip}}.{mine}|Try to {{tip}}.]", tip=first)
     more = [dice.say("[Also, {tip}.|It helps to {tip}.|Then {tip}.|You can also {tip}.]", tip=tip) for tip in rest]
-    ending = dice.say("[|Give it [some time|a few days].|Small steps are enough.|It will get better soon.]")
+    soon = "" if " want " in worry else "|It will get better soon."
+    ending = dice.say(f"[|Give it [some time|a few days].|Small steps are enough.{soon}]")
     response = " ".join([dice.say(opening), middle, *more, ending]).strip()
     return Draft(capitalized(question), response, "advice")
 
@@ -162,7 +165,11 @@ def message(dice: Dice) -> Draft:
     question = dice.say(form + ("from {writer} to {reader}" if signed else "to {reader}") + asked, **words)
     if question.startswith("Can"):
         question = question.rstrip(".") + "?"
-    ending = "[See you soon|Best wishes|Yours|All the best]" + (",\n{writer}" if signed else "!")
+    ending = (
+        "[See you soon|Best wishes|Yours|All the best],\n{writer}"
+        if signed
+        else "[See you soon|Best wishes|All the best]!"
+    )
     response = dice.say(f"[Dear|Hello|Hi] {{reader}},\n{body}\n{ending}", **words)
     return Draft(question, response, "message")
 

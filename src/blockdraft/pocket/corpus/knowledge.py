@@ -67,7 +67,7 @@ def about(dice: Dice, thing: Thing) -> Draft:
             f"but I [know|can tell you] [what {thing.one} is|this much]: {thing.one} is {thing.kind} {thing.clause}."
         )
     chosen = dice.sample(details, dice.pick((1, 2, 2)) if len(details) == 2 else dice.pick((1, 2, 2, 3)))
-    if thing.counted and thing.group not in ("people", "computing") and dice.chance(0.2):
+    if thing.counted and thing.group in ("objects", "food", "places") and dice.chance(0.2):
         chosen.append("[There are many kinds.|There are many kinds of it.|Most people have seen one.]")
     response = " ".join(capitalized(dice.say(part)) for part in (first, *chosen))
     return Draft(capitalized(dice.say(question, **words)), response, "definition", answer=answer)
