@@ -32,7 +32,7 @@ a little weight lets them teach the words early at no cost.
 
 @dataclass(frozen=True)
 class Batch:
-    """R rows of T tokens.
+    """A batch is R rows of T tokens.
 
     tokens: ``[R, T]``.
     positions: ``[R, T]`` counted from each conversation's start.
@@ -53,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Tokens and the weight of each in the loss."""
+    """A conversation is its tokens, and the weight of each in the loss."""
 
     tokens: list[int]
     weights: list[float]

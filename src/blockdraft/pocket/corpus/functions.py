@@ -18,7 +18,7 @@ Function = Callable[..., Any]
 
 
 def largest_or_zero(values: list[int]) -> int:
-    """The last of the values in ascending order, 0 if there are none."""
+    """Return the last of the values in ascending order, 0 if there are none."""
     return sorted(values)[-1] if values else 0
 
 
@@ -101,7 +101,7 @@ LABELS = (
 
 
 def code_of(response: str) -> str | None:
-    """What is in the first fenced Python block; None without one."""
+    """Return what is in the first fenced Python block, None without one."""
     match = re.search(r"```python\n(.*?)```", response, flags=re.DOTALL)
     return match.group(1) if match else None
 
@@ -140,7 +140,7 @@ def _function_name(response: str) -> str | None:
 
 
 def problem(dice: Dice) -> Draft:
-    """A request and a function that fulfils it; ``answer`` holds assertions about the function."""
+    """Draw a request and a function that fulfils it; ``answer`` holds assertions about the function."""
     task = dice.pick((composed_list, composed_list, formula, branch, *(from_table,) * 6))(dice)
     takes, parameters = PARAMETERS[task.kind]
     parameter = dice.pick(parameters.split())
@@ -199,7 +199,7 @@ def short_request(dice: Dice, task: Task, blanks: dict[str, str]) -> str:
 
 
 def answer(dice: Dice, name: str, task: Task, blanks: dict[str, str]) -> str:
-    """The function in a fenced block, with a docstring, an explanation, or both."""
+    """Write the function in a fenced block, with a docstring, an explanation, or both."""
     style = dice.pick(("docstring", "docstring", "explanation", "both"))
     body = dice.pick(task.bodies)
     lines = [f"def {name}({blanks['$x']}):"]
@@ -221,12 +221,12 @@ def answer(dice: Dice, name: str, task: Task, blanks: dict[str, str]) -> str:
 
 
 def from_table(dice: Dice) -> Task:
-    """A task of the table."""
+    """Draw a task of the table."""
     return dice.pick(TASKS)
 
 
 def composed_list(dice: Dice) -> Task:
-    """Out of a list: those elements that meet a condition, each transformed, then summarized."""
+    """Compose a task on a list: take the elements that meet a condition, transform each, then summarize."""
     kind = dice.pick(("numbers", "numbers", "words"))
     condition, short, test, holds = dice.pick(CONDITIONS[kind])
     transformed, expression, transform = dice.pick(TRANSFORMATIONS[kind])
@@ -250,7 +250,7 @@ def composed_list(dice: Dice) -> Task:
 
 
 def formula(dice: Dice) -> Task:
-    """A linear formula of one number."""
+    """Compose a linear formula of one number."""
     k, m, plus = dice.between(2, 20), dice.between(1, 50), dice.chance(0.6)
     symbol, word = ("+", "plus") if plus else ("-", "minus")
     bodies = (
@@ -263,7 +263,7 @@ def formula(dice: Dice) -> Task:
 
 
 def branch(dice: Dice) -> Task:
-    """One of two words, by a condition on a number."""
+    """Compose a choice between two words, by a condition on a number."""
     condition, _, test, holds = dice.pick(CONDITIONS["numbers"])
     yes, no = dice.pick(LABELS)
     k = dice.between(2, 30)

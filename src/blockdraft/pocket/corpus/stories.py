@@ -104,7 +104,7 @@ def crowds(dice: Dice, num_steps: int) -> Draft:
 
 
 def groups(dice: Dice, num_steps: int) -> Draft:
-    """Things in equal groups, then some come or go."""
+    """Things come in equal groups; then some are added or taken away."""
     count, each = product(dice)
     words: dict[str, object] = {"things": things(dice), "boxes": dice.pick(CONTAINERS), "count": count}
     story = Story(dice, count, f"[There are|We have] {{count}} {{boxes}} with {each} {{things}} each.", words)
@@ -161,7 +161,7 @@ def sharing(dice: Dice, num_steps: int) -> Draft:
 
 
 def comparing(dice: Dice, num_steps: int) -> Draft:
-    """Two people, one with more than the other; then both together; then a change."""
+    """One of two people has more than the other; then both count together; then something changes."""
     first, second = people(dice, 2)
     start = dice.between(6, 40)
     words: dict[str, object] = {"first": first, "second": second, "things": things(dice), "start": start}
@@ -179,7 +179,7 @@ def comparing(dice: Dice, num_steps: int) -> Draft:
 
 
 def multiples(dice: Dice, num_steps: int) -> Draft:
-    """Two people, one with several times as many as the other; then both together; then a change."""
+    """One of two people has several times as many as the other; then both count together; then something changes."""
     first, second = people(dice, 2)
     times = dice.between(2, 5)
     start = dice.between(3, LARGEST // (times + 1))
@@ -237,7 +237,7 @@ def ages(dice: Dice, num_steps: int) -> Draft:
 
 
 def shopping(dice: Dice, num_steps: int) -> Draft:
-    """Several goods at one price, then extra costs or a voucher."""
+    """Somebody buys several goods at one price, with extra costs or a voucher."""
     count, price = product(dice)
     good, other = dice.sample(GOODS, 2)
     words = person(dice) | {"good": good, "other": other, "count": count, "coins": dice.pick(CURRENCIES)}
@@ -310,7 +310,7 @@ def change(dice: Dice, num_steps: int) -> Draft:
 
 
 def days(dice: Dice, num_steps: int) -> Draft:
-    """The same amount every day, and then some more."""
+    """Somebody does the same amount every day, and then some more."""
     each, count = _product_below(dice, LARGEST - 5 * (num_steps - 1))
     verb, unit = dice.pick(HABITS)
     words = person(dice) | {"verb": verb, "unit": unit, "each": each}
