@@ -1,8 +1,9 @@
-"""The documentation is true: its code runs, its commands parse, its links lead somewhere, its references are the code's."""
+"""The documentation is true: code runs, commands parse, links lead somewhere, references are those of the code."""
 
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import shlex
 import sys
@@ -63,7 +64,7 @@ def commands(shell):
     """Return the words of every `blockdraft` and `make` command in a piece of shell, however it is started."""
     found = []
     for line in re.sub(r"\\\n\s*", " ", shell).splitlines():
-        words = shlex.split(line, comments=True)
+        words = list(itertools.takewhile(lambda word: word not in (">", "|"), shlex.split(line, comments=True)))
         for start in ("blockdraft", "make"):
             if start in words:
                 found.append(words[words.index(start) :])
@@ -167,7 +168,10 @@ def test_signatures_are_those_of_the_code(module, node):
     assert {name for name in known if found[name].default is inspect.Parameter.empty} <= set(documented)
     assert all(found[each.arg].kind is inspect.Parameter.KEYWORD_ONLY for each in node.args.kwonlyargs)
     positional = node.args.args[len(node.args.args) - len(node.args.defaults) :]
-    pairs = [*zip(positional, node.args.defaults, strict=True), *zip(node.args.kwonlyargs, node.args.kw_defaults)]
+    pairs = [
+        *zip(positional, node.args.defaults, strict=True),
+        *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+    ]
     for argument, default in pairs:
         if default is None or (isinstance(default, ast.Constant) and default.value is ...):
             continue
