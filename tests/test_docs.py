@@ -1,8 +1,9 @@
-"""Documents: links resolve, examples run, reference pages are what the code says, commands of the README parse."""
+"""The documentation is true: code runs, commands parse, links lead somewhere, references are those of the code."""
 
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import shlex
 import sys
@@ -63,7 +64,7 @@ def commands(shell):
     """Return the words of every `blockdraft` and `make` command in a piece of shell, however it is started."""
     found = []
     for line in re.sub(r"\\\n\s*", " ", shell).splitlines():
-        words = shlex.split(line, comments=True)
+        words = list(itertools.takewhile(lambda word: word not in (">", "|"), shlex.split(line, comments=True)))
         for start in ("blockdraft", "make"):
             if start in words:
                 found.append(words[words.index(start) :])
