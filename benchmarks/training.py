@@ -75,13 +75,8 @@ def measure(target: str, options: argparse.Namespace, file: Path) -> dict[str, A
     threads = ("--threads", str(options.threads))
     found: dict[str, Any] = {}
     recipe = f"{target}-dflash-bv"
-    cases = {
-        "as shipped": ours(recipe, options.settings, *threads),
-        "glibc's default": ours(recipe, options.settings, *threads, "--default-allocator"),
-    }
-    steps = take_turns(cases, options.rounds)
+    steps = take_turns({"as shipped": ours(recipe, options.settings, *threads)}, options.rounds)
     found["split"] = split(steps["as shipped"])
-    found["allocator"] = {name: compare(each, steps["as shipped"]) for name, each in steps.items()}
     # without decay over positions or warm-up, so that both packages minimise the same number at the same rate
     settings = [*options.settings, "objective.options.eta=.inf", "optimizer.warmup_ratio=0"]
     cases = {"blockdraft": ours(f"{target}-dflash-kl", settings, *threads, "--given", file)}
@@ -109,16 +104,15 @@ def report(results: dict[str, Any]) -> str:
         rows.append([name, f"{s['seconds']:.2f} s", *shares, *numbers, f"{s['ratio']:.2f}"])
     header = ["recipe", "step", *PHASES, "GFLOP", "GFLOP/s", "of a product", "ratio"]
     tables = [table(header, rows)]
-    for part, over in (("packages", "over ours"), ("allocator", "over as shipped")):
-        rows = [
-            [
-                name, case, f"{c['blocks_per_second']:,.1f}", f"{c['median_ratio']:.2f}", f"{c['least_ratio']:.2f}",
-                f"{c['extra_bytes'] / 2**20:,.0f} MiB", f"{c['loss']:.4f}",
-            ]
-            for name, r in results.items()
-            for case, c in r[part].items()
-        ]  # fmt: skip
-        tables.append(table(["target", "case", "blocks/s", f"time {over}", "least", "extra memory", "loss"], rows))
+    rows = [
+        [
+            name, case, f"{c['blocks_per_second']:,.1f}", f"{c['median_ratio']:.2f}", f"{c['least_ratio']:.2f}",
+            f"{c['extra_bytes'] / 2**20:,.0f} MiB", f"{c['loss']:.4f}",
+        ]
+        for name, r in results.items()
+        for case, c in r["packages"].items()
+    ]  # fmt: skip
+    tables.append(table(["target", "case", "blocks/s", "time over ours", "least", "extra memory", "loss"], rows))
     return "\n\n".join(tables)
 
 

@@ -1,6 +1,6 @@
 """One training step of ours, taken apart: a worker that `training.py` asks for steps, one at a time.
 
-The trainer, its feed and its batches are the product's own; only clocks are hung around the calls that make up a
+The trainer, its loader and its batches are the product's own; only clocks are hung around the calls that make up a
 step. Texts have random tokens: what a step costs does not depend on which ones.
 """
 
@@ -9,7 +9,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.data import Batch, Conversation, Engine, Features, GenerationSettings, Prompt, regenerate
+from blockdraft.recipes import load_recipe
 from blockdraft.targets import Sampling, Target, TargetOutput, load_target
-from blockdraft.targets.attention import span_positions
-from blockdraft.training import Trainer, load_recipe, step, trainer
+from blockdraft.training import Trainer, step, trainer
 
 from measuring import Peak, serve
 
@@ -84,8 +84,9 @@ def hang_clocks(run: Trainer) -> Clock:
     clock.around(step, "fused_linear_objective", "objective")
     clock.around(Tensor, "backward", "backward")
     clock.around(trainer, "clip_grad_norm_", "optimizer")
-    clock.around(run.optimizer, "step", "optimizer")
-    clock.around(run.optimizer, "zero_grad", "optimizer")
+    for optimizer in run.optimizers:
+        clock.around(optimizer, "step", "optimizer")
+        clock.around(optimizer, "zero_grad", "optimizer")
     return clock
 
 
@@ -131,8 +132,8 @@ class Given(Features):
     def __init__(self, output: TargetOutput) -> None:
         self.output = output
 
-    def __call__(self, batch: Batch, texts: Sequence[int]) -> TargetOutput:
-        del batch, texts
+    def __call__(self, batch: Batch) -> TargetOutput:
+        del batch
         return self.output
 
 
@@ -157,7 +158,7 @@ def export(run: Trainer, batch: Batch, path: Path) -> None:
     place = (inside.cumsum(0) - 1).view_as(documents)
     by_token = {
         "tokens": batch.tokens, "features": output.features, "hidden": before_norm[0], "mask": mask,
-        "documents": documents, "positions": span_positions(batch.spans, *documents.shape),
+        "documents": documents, "positions": batch.positions,
     }  # fmt: skip
     tensors = {name: tensor.flatten(0, 1)[inside] for name, tensor in by_token.items()}
     for name, tensor in tensors.items():
@@ -177,12 +178,9 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("assignments", nargs="*")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--default-allocator", action="store_true", help="leave glibc as it is")
     parser.add_argument("--given", type=Path, help="one batch, its features given; the step is written to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.default_allocator:
-        trainer.keep_freed_memory = lambda: False
     with tempfile.TemporaryDirectory() as folder:
         settings = [
             f"data.path={folder}/data",
@@ -194,11 +192,11 @@ def main() -> None:
         target = load_target(recipe.target.name)
         make_data(Path(folder) / "data", target, recipe.batch.num_texts)
         run = Trainer(recipe, target, Path(folder) / "run")
-        batches = run.feed.steps(0, run.num_steps)
+        batches = run.loader.steps(0, run.num_steps)
         if options.given:
             first = next(batches)
-            export(run, first[0][0], options.given)
-            run.features = Given(run.features(*first[0]))
+            export(run, first[0], options.given)
+            run.features = Given(run.features(first[0]))
             batches = itertools.repeat(first)
         clock, peak = hang_clocks(run), Peak()
 
@@ -214,7 +212,7 @@ def main() -> None:
             products.append(matrix_product_rate())
             return {
                 "seconds": seconds, "phases": phases | {"rest": seconds - sum(phases.values())},
-                "work": work(run, parts[0][0]), "product_rates": products, "num_blocks": metrics["num_blocks"],
+                "work": work(run, parts[0]), "product_rates": products, "num_blocks": metrics["num_blocks"],
                 "loss": metrics["loss"], "extra_bytes": peak.extra_bytes(),
             }  # fmt: skip
 
