@@ -77,7 +77,7 @@ def main() -> None:
     loss_config = resolve_loss_config(options.loss, "eager")
     recipe = about["optimizer"]
     optimizer = torch.optim.AdamW(
-        model.named_parameters(), lr=recipe["rate"], betas=recipe["betas"], weight_decay=recipe["weight_decay"]
+        model.named_parameters(), lr=recipe["learning_rate"], betas=recipe["betas"], weight_decay=recipe["weight_decay"]
     )
     peak = Peak()
 
@@ -86,7 +86,7 @@ def main() -> None:
         _tokens, loss, metrics = model(**batch, loss_config=loss_config, gamma=float("inf"), max_anchors=len(anchors))
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["clip"])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["max_grad_norm"])
         optimizer.step()
         values = {name: value.item() for name, value in metrics.items()}
         seconds = time.perf_counter() - start
