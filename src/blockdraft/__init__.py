@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockdraftError",
     "__version__",
+    "as_assistant",
     "data",
     "decoding",
     "drafters",
@@ -30,7 +31,9 @@ __all__ = [
     "objective",
     "overlap",
     "pocket",
+    "recipes",
     "reports",
+    "study",
     "targets",
     "training",
     "verification",
@@ -39,6 +42,7 @@ __all__ = [
 
 _HOMES = {
     "BlockdraftError": "errors",
+    "as_assistant": "export",
     "fused_linear_objective": "losses",
     "generate": "decoding",
     "law": "verification",
@@ -59,7 +63,9 @@ if TYPE_CHECKING:
         losses,
         overlap,
         pocket,
+        recipes,
         reports,
+        study,
         targets,
         training,
         verification,
@@ -67,6 +73,7 @@ if TYPE_CHECKING:
     from blockdraft.decoding import generate
     from blockdraft.drafters import load_drafter
     from blockdraft.errors import BlockdraftError
+    from blockdraft.export import as_assistant
     from blockdraft.losses import fused_linear_objective, objective
     from blockdraft.targets import load_target
     from blockdraft.verification import law, verify

@@ -84,7 +84,7 @@ def test_the_verbs_that_resume_are_those_that_keep_their_work():
         for name, verb in group.commands.items()
         if getattr(verb, "resumes", False)
     }
-    assert resumes == {"demo", "data regenerate", "train", "evaluate"}
+    assert resumes == {"demo", "data regenerate", "train", "evaluate", "study"}
     for group in groups.values():
         assert all(isinstance(verb, cli.Verb) or hasattr(verb, "commands") for verb in group.commands.values())
 

@@ -96,7 +96,7 @@ def test_device_and_dtype_are_those_of_the_target(folders):
         (["--temperature", "-1", "w7"], "temperature"),
         (["--tempeature", "1", "w7"], "No such option"),
         (["--target", "./nowhere", "w7"], "no such folder"),
-        (["--drafter", "./nowhere", "w7"], "no config.json"),
+        (["--drafter", "./nowhere", "w7"], "./nowhere: no such folder"),
         ([], "Missing argument"),
         (["--temperature", "0", "w7"], "choose the rule greedy, or a temperature above 0"),
         (["--rule", "greedy", "--temperature", "1", "w7"], "leave the temperature out"),

@@ -54,7 +54,7 @@ def test_two_processes_stop_go_on_and_end_like_one(tmp_path, monkeypatch):
     out, err = begun.communicate()
     assert begun.returncode != 0
     assert out == ""
-    assert err.count("saved; the same command goes on") == 1
+    assert err.count("saved; the same command resumes") == 1
     stopped = lines(tmp_path / "two")[-1]["step"]
     assert 2 <= stopped < 18
     assert (tmp_path / "two" / "checkpoint").resolve().name == f"{stopped:08d}"

@@ -131,7 +131,7 @@ def test_a_file_made_anew_takes_its_old_place(tmp_path, paths):
     target = tiny_target()
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
     index = json.loads((tmp_path / "features.json").read_text())
-    del index["shards"]["features-00000.npy"]
+    del index["files"]["features-00000.npy"]
     (tmp_path / "features.json").write_text(json.dumps(index))
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
     (part,) = partition(BatchSampler(paths, num_texts=11, num_anchors=99, num_proposals=3, seed=0).step(0, 0), 1, paths)

@@ -20,7 +20,7 @@ def pocket():
     """Pocket, a prompt, and a drafter that knows its greedy answer by heart."""
     target = load_target("pocket")
     prompt = target.render([{"role": "user", "content": "What is a river?"}])
-    answer = generate(target, None, prompt, temperature=0.0, max_new_tokens=24).tokens
+    answer = generate(target, None, prompt, rule="greedy", max_new_tokens=24).tokens
     drafter = tiny_drafter("dflash", target)
     return target, overfit(drafter, target, prompt + answer, len(prompt), num_steps=40, rate=3e-3), prompt
 
@@ -43,9 +43,9 @@ def decode(target, drafter, prompt, num_tokens, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_and_rounds_are_ours(family):
     target = tiny_target(family, dtype=torch.float32)
-    text = generate(target, None, PROMPT, temperature=0.0, max_new_tokens=24).tokens
+    text = generate(target, None, PROMPT, rule="greedy", max_new_tokens=24).tokens
     drafter = overfit(tiny_drafter("dflash", target), target, PROMPT + text, len(PROMPT), num_steps=60, rate=3e-3)
-    ours = generate(target, drafter, PROMPT, temperature=0.0, max_new_tokens=24)
+    ours = generate(target, drafter, PROMPT, rule="greedy", max_new_tokens=24)
     tokens, num_rounds = decode(target, drafter, PROMPT, 24, do_sample=False)
     assert tokens == ours.tokens == text
     assert num_rounds == len(ours.rounds) < 16  # so some proposals were accepted
@@ -53,7 +53,7 @@ def test_greedy_text_and_rounds_are_ours(family):
 
 def test_greedy_text_of_pocket(pocket):
     target, drafter, prompt = pocket
-    ours = generate(target, drafter, prompt, temperature=0.0, max_new_tokens=24)
+    ours = generate(target, drafter, prompt, rule="greedy", max_new_tokens=24)
     tokens, num_rounds = decode(target, drafter, prompt, 24, do_sample=False)
     assert tokens == ours.tokens
     assert num_rounds == len(ours.rounds) < len(ours.tokens) / 1.5
@@ -115,7 +115,7 @@ def test_padding_in_front_changes_nothing():
             speculation_type="dflash", max_new_tokens=16, do_sample=False, pad_token_id=1,
         )  # fmt: skip
         texts.append(out[0, mask.shape[1] :].tolist())
-    assert texts[0] == texts[1] == generate(target, None, PROMPT, temperature=0.0, max_new_tokens=16).tokens
+    assert texts[0] == texts[1] == generate(target, None, PROMPT, rule="greedy", max_new_tokens=16).tokens
 
 
 def test_it_shares_the_drafters_weights_and_takes_the_targets_dtype():

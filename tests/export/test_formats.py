@@ -180,7 +180,7 @@ class TestReading:
         [
             ({"sample_from_anchor": False}, "must equal the block size if the anchor's slot predicts"),
             ({"block_size": 12}, "neither layout has that"),
-            ({"draft_vocab_size": 32_000}, "draft_vocab_size is 32000"),
+            ({"draft_vocab_size": 152_000}, "152000 draft tokens are more than the 151936"),
             ({"target_hidden_size": 4096}, "target_hidden_size is 4096"),
             ({"aux_hidden_state_layer_ids": [1, 9, 36]}, "0 to 34"),
             ({"aux_hidden_state_layer_ids": [0, 9]}, "count layers from 1"),

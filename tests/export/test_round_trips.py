@@ -123,7 +123,7 @@ def test_a_tied_head_is_stored_twice(tmp_path):
         ("mask_token_id", 3, "mask_token_id is 3; the checkpoint's is 2"),
         ("mask_token_id", 40, "no row"),
         ("dtype", "bfloat16", r"dtype is 'float32'; it must be 'bfloat16'"),
-        ("draft_vocab_size", 39, "draft_vocab_size is 39"),
+        ("draft_vocab_size", 39, "missing d2t; missing t2d"),
         ("transformer_layer_config.num_hidden_layers", 1, "names 2 layers"),
         ("transformer_layer_config.rope_theta", 5.0, "5.0 and 10000.0"),
         ("transformer_layer_config.rope_theta", None, "rope_theta is missing; it must be 10000.0"),

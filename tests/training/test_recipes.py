@@ -1,5 +1,7 @@
 """Recipes: strict, composed from small parts, every shipped one valid, the paper's numbers their defaults."""
 
+import re
+
 import pytest
 
 from blockdraft.recipes import Recipe, RecipeError, load_recipe, reference_page, shipped_names, to_yaml
@@ -20,12 +22,12 @@ def test_the_defaults_are_the_papers():
 
 def test_every_combination_is_shipped_and_valid():
     names = shipped_names()
-    assert len(names) == 4 * 2 * 6
+    assert len(names) == 4 * 2 * 13
     for name in names:
         recipe = load_recipe(name)
-        kind, objective = name.split("-")[-2:]
+        kind, objective = re.fullmatch(r".+?-(dflash|dspark)-(.+)", name).groups()
         assert recipe.drafter.kind == kind
-        assert recipe.objective.name == objective
+        assert recipe.objective.name == {"bv-no-annealing": "bv", "dspark-mix": "dspark"}.get(objective, objective)
     for target in ("qwen3-4b", "qwen3-8b"):
         recipe = load_recipe(f"{target}-dflash-bv")
         plain = Recipe().model_dump()
@@ -99,7 +101,7 @@ def test_a_resolved_recipe_states_everything_and_means_the_same():
         resolved = recipe.resolved()
         assert resolved.resolved() == resolved
         assert resolved.make_objective() == recipe.make_objective()
-        assert (resolved.annealing is None) == (not name.endswith("-bv"))
+        assert (resolved.annealing is not None) == name.endswith(("-bv", "-token-bv", "-rounds"))
     options = load_recipe("qwen3-4b-dflash-bv").resolved().objective.options
     assert options == {
         "temperature": 1.0, "form": "log", "estimator": "integrated", "summand_floor": -80.0, "length_floor": 1e-6,

@@ -29,9 +29,10 @@ def study(
     efficiency: Annotated[float, typer.Option(min=0.001, max=1.0, help="Share of it that is reached.")] = 0.2,
     tokens_per_text: Annotated[float, typer.Option(min=1, help="Mean length of a text, for the plan.")] = 1000,
 ) -> None:
-    """Train and evaluate every combination of targets, drafters, objectives and seeds, and report them together.
+    """Run a whole experiment, over objectives and seeds.
 
-    Interrupt it at any moment; the same command resumes.
+    Every combination of targets, drafters, objectives and seeds is trained, evaluated and reported together.
+    Stop it whenever you like: the same command resumes.
     """
     from blockdraft.cli.progress import Stages
     from blockdraft.study import Study, load_study

@@ -98,7 +98,7 @@ def tasks(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     names = [task.name for task in comparison.tasks(target)]
     titles = [task.title for task in comparison.tasks(target)]
     most = max(len(members) for members in kinds(entries).values())
-    height = 0.8 + len(names) * max(0.26, 0.1 * most)
+    height = max(1.5, 0.8 + len(names) * max(0.26, 0.1 * most))
     figure, axes = panels(entries, len(rules), height=height, sharex=True, sharey=True)
     for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
         for panel, rule in zip(row, rules, strict=True):
