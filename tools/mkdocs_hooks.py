@@ -114,7 +114,8 @@ def _expanded(nav: Any, docs: Path) -> Any:
 
 def _mathml(match: re.Match[str]) -> str:
     display = "block" if match["tag"] == "div" else "inline"
-    return str(latex2mathml.converter.convert(html.unescape(match["tex"]).strip(), display=display))
+    tex = re.sub(r"\\mathbb (\w)", r"\\mathbb{\1}", html.unescape(match["tex"]).strip())  # it wants the braces
+    return str(latex2mathml.converter.convert(tex, display=display))
 
 
 def _plain_titles(items: Any) -> None:
