@@ -78,6 +78,7 @@ def indented(prose: str) -> str:
     Markdown elsewhere, and our formatter, take two or three. A displayed formula in an item becomes a paragraph.
     """
     prose = re.sub(r"^ {2,3}(?=\S)", "    ", prose, flags=re.MULTILINE)
+    prose = re.sub(r"^( {4}.*\n)(?=(?:\d+\.|-) )", r"\1\n", prose, flags=re.MULTILINE)
     return re.sub(r"^( {4}\$\$.*?\$\$)[^\S\n]*$", r"\n\1\n", prose, flags=re.DOTALL | re.MULTILINE)
 
 
