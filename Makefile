@@ -57,7 +57,7 @@ format: $(INSTALLED) ## format code and prose
 	$(BIN)/mdformat $(MARKDOWN)
 
 docs: $(DOCS_INSTALLED) ## the documentation site, in site/; needs no network once .venv-docs is there
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo site/index.html
 
 # its own environment, so that .venv stays small; the package itself and torch are not needed

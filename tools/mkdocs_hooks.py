@@ -61,7 +61,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return match[0]
         return f"]({os.path.relpath(there, Path(uri).parent)}{match['anchor'] or ''})"
 
-    return "".join(part if part.startswith("```") else LINK.sub(moved, part) for part in FENCE.split(markdown))
+    parts = FENCE.split(markdown)
+    return "".join(part if part.startswith("```") else indented(LINK.sub(moved, part)) for part in parts)
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
@@ -69,6 +70,16 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     del config, files
     _plain_titles(page.toc)
     return FORMULA.sub(_mathml, content)
+
+
+def indented(prose: str) -> str:
+    """Return prose whose lists Python-Markdown understands: it wants four columns for what belongs to an item.
+
+    Markdown elsewhere, and our formatter, take two or three. A displayed formula in an item becomes a paragraph.
+    """
+    prose = re.sub(r"^ {2,3}(?=\S)", "    ", prose, flags=re.MULTILINE)
+    prose = re.sub(r"^( {4}.*\n)(?=(?:\d+\.|-) )", r"\1\n", prose, flags=re.MULTILINE)
+    return re.sub(r"^( {4}\$\$.*?\$\$)[^\S\n]*$", r"\n\1\n", prose, flags=re.DOTALL | re.MULTILINE)
 
 
 def linked_files(markdown: str, page: Path) -> list[Path]:
@@ -114,7 +125,8 @@ def _expanded(nav: Any, docs: Path) -> Any:
 
 def _mathml(match: re.Match[str]) -> str:
     display = "block" if match["tag"] == "div" else "inline"
-    return str(latex2mathml.converter.convert(html.unescape(match["tex"]).strip(), display=display))
+    tex = re.sub(r"\\mathbb (\w)", r"\\mathbb{\1}", html.unescape(match["tex"]).strip())  # it wants the braces
+    return str(latex2mathml.converter.convert(tex, display=display))
 
 
 def _plain_titles(items: Any) -> None:
