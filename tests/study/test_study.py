@@ -90,7 +90,7 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     parts = Study(study, "parts").run()
     for name in ("predicted-length", "acceptance-length", "predicted-length-over-ce"):
         files = [tmp_path / each / "report" / "tables" / f"study-{name}.csv" for each in ("whole", "parts")]
-        rows = [list(csv.DictReader(file.open())) for file in files]
+        rows = [list(csv.DictReader(file.read_text().splitlines())) for file in files]
         assert rows[0] == rows[1]
         assert rows[0]
     assert whole.wins == parts.wins
