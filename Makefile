@@ -14,7 +14,10 @@ SPECULATORS := .venv-speculators
 SPECULATORS_INSTALLED := $(SPECULATORS)/.installed
 SPECULATORS_PIP := $(SPECULATORS)/bin/python -m pip --disable-pip-version-check --quiet install
 
-.PHONY: help install demo lint test test-engines example bench pins clean
+TRITON := .venv-triton
+TRITON_INSTALLED := $(TRITON)/.installed
+
+.PHONY: help install demo lint test test-engines test-kernels example bench pins clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 \t/' | expand -t 24
@@ -44,6 +47,16 @@ test: lint ## lint and all tests
 
 test-engines: $(INSTALLED) $(VLLM_INSTALLED) $(SPECULATORS_INSTALLED) ## real engines: vLLM (3.4 GB in .venv-vllm) and speculators (1.5 GB)
 	$(BIN)/pytest -n 0 -s tests/engines
+
+test-kernels: $(INSTALLED) $(TRITON_INSTALLED) ## Triton kernels without a GPU: interpreted, and compiled for A100, H100, B200 (0.7 GB)
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest tests/losses/test_kernels.py
+	PYTHONPATH=$(TRITON) $(BIN)/python tools/compile_kernels.py
+
+# beside .venv and not in it: with Triton there, PyTorch would take other ways; the version is the one that torch 2.13 asks for
+$(TRITON_INSTALLED): Makefile
+	rm -rf $(TRITON)
+	$(PIP) --no-deps --target $(TRITON) triton==3.7.1
+	@touch $@
 
 # pip then names the packages that are left out on purpose as missing
 $(VLLM_INSTALLED): tests/engines/vllm_requirements.py
@@ -78,4 +91,4 @@ pins: $(INSTALLED) ## write constraints.txt anew from what .venv holds
 	  | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' | sort -f; } > constraints.new && mv constraints.new constraints.txt
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VLLM) $(SPECULATORS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(SPECULATORS) $(TRITON) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdraft.losses.kernel_choice import LogitKind, choose_rows
 from blockdraft.losses.objective import Objective, ObjectiveValue
 from blockdraft.losses.reduced import ReducedTarget
-from blockdraft.losses.row_sums import computing_dtype
+from blockdraft.losses.row_sums import RowSums, computing_dtype
+from blockdraft.losses.rows import Rows
 from blockdraft.losses.scores import Blocks, check_labels
 from blockdraft.losses.statistics import BlockStatistics, measure
 
@@ -45,6 +47,7 @@ def fused_linear_objective(
     *,
     stats: bool = True,
     reduced: ReducedTarget | None = None,
+    kernels: bool | None = None,
 ) -> ObjectiveValue:
     """Evaluate ``objective`` on the logits ``draft_hidden @ draft_head.T`` and ``target_hidden @ target_head.T``.
 
@@ -63,6 +66,8 @@ def fused_linear_objective(
         reduced: for a drafter over a reduced vocabulary D: the target's normaliser and argmax over its whole
             vocabulary. ``draft_head`` is then ``[Vd, H]``, ``target_head`` the rows of D, ``markov`` has
             ``w2 [Vd, r]``, and labels are indices into D (see `restrict_labels` and `restrict_target`).
+        kernels: None takes Triton kernels on a GPU, if on first use they solve a small case of this objective as
+            the plain path does there; True takes them or raises `SelfCheckError`; False takes the plain path.
 
     Returns:
         An `ObjectiveValue`; ``numerator`` and ``loss`` carry gradients, ``per_block`` does not.
@@ -87,7 +92,16 @@ def fused_linear_objective(
     trains = tuple(
         torch.is_grad_enabled() and t is not None and t.requires_grad for t in (draft_hidden, draft_head, prev, w2)
     )
-    batch = _Batch(objective, target_hidden, target_head, labels, valid, reduced, chunk_blocks, stats, trains)
+    kind = LogitKind(
+        draft_dtype=draft_head.dtype,
+        target_dtype=None if target_head is None else target_head.dtype,
+        vocab_size=draft_head.shape[0],
+        device=draft_head.device,
+        stats=stats,
+        is_partial=reduced is not None,
+    )
+    rows = choose_rows(objective, kind, kernels)
+    batch = _Batch(objective, target_hidden, target_head, labels, valid, reduced, chunk_blocks, stats, trains, rows)
     with torch.autocast(draft_head.device.type, enabled=False):
         total, numerator, denominator = _FusedLinear.apply(draft_hidden, draft_head, prev, w2, batch)
     return replace(objective.value(numerator, denominator, total, batch.statistics), survival=batch.survival)
@@ -109,13 +123,15 @@ class _Batch:
     chunk_blocks: int | None
     stats: bool
     trains: tuple[bool, ...]
+    rows: type[RowSums]
     statistics: BlockStatistics | None = None
     survival: Tensor | None = None
 
-    def chunks(self, vocab_size: int, itemsize: int) -> list[slice]:
+    def chunks(self, head: Tensor) -> list[slice]:
         """Return slices of whole blocks, as equal as they can be."""
         num_blocks, block_size = self.labels.shape
-        size = chunk_bytes(self.labels.device)
+        vocab_size, size = head.shape[0], chunk_bytes(head.device)
+        itemsize = (computing_dtype(head.dtype) if self.rows is Rows else head.dtype).itemsize
         limit = self.chunk_blocks or max(1, size // max(1, block_size * vocab_size * itemsize))
         num_chunks = -(-num_blocks // limit)
         step = -(-num_blocks // num_chunks) if num_chunks else 1
@@ -131,7 +147,7 @@ class _FusedLinear(torch.autograd.Function):
         target = None
         if batch.target_hidden is not None and batch.target_head is not None:
             target = _Product(batch.target_hidden, batch.target_head, batch.valid)
-        chunks = batch.chunks(head.shape[0], computing_dtype(head.dtype).itemsize)
+        chunks = batch.chunks(head)
         largest = max((c.stop - c.start for c in chunks), default=0) * batch.labels.shape[1]
         buffers = _Buffers(products, target, largest)
         results = [_chunk(batch, chunk, buffers) for chunk in chunks]
@@ -190,14 +206,17 @@ class _Product:
         """Add the gradient ``[n*B, V]`` of the chunk's logits to those of hidden states and head."""
         if self.hidden_gradient is None and self.head_gradient is None:
             return
-        gradient = gradient.to(self.head.dtype)
+        # a gradient that kernels left in a low dtype is not copied to a higher one: the small factor is rounded instead
+        dtype = min(gradient.dtype, self.head.dtype, key=lambda dtype: dtype.itemsize)
+        gradient, head = gradient.to(dtype), self.head.to(dtype)
         if self.hidden_gradient is not None:
-            self.hidden_gradient[chunk] = (gradient @ self.head).view_as(self.hidden[chunk])
+            self.hidden_gradient[chunk] = (gradient @ head).view_as(self.hidden[chunk])
         if self.head_gradient is not None:
-            if self.head_gradient.dtype == self.head.dtype:
-                self.head_gradient.addmm_(gradient.t(), self.rows(chunk))
+            rows = self.rows(chunk).to(dtype)
+            if self.head_gradient.dtype == dtype:
+                self.head_gradient.addmm_(gradient.t(), rows)
             else:
-                self.head_gradient.add_(gradient.t() @ self.rows(chunk))
+                self.head_gradient.add_(gradient.t() @ rows)
 
 
 class _Buffers:
@@ -267,6 +286,7 @@ def _blocks(draft_logits: Tensor, target_logits: Tensor | None, batch: _Batch, c
         overwrite=True,
         checked=True,
         for_statistics=batch.stats,
+        rows=batch.rows,
     )
 
 
