@@ -15,7 +15,8 @@ SPECULATORS_INSTALLED := $(SPECULATORS)/.installed
 SPECULATORS_PIP := $(SPECULATORS)/bin/python -m pip --disable-pip-version-check --quiet install
 
 TRITON := .venv-triton
-TRITON_INSTALLED := $(TRITON)/.installed
+TRITON_VERSION := 3.7.1
+TRITON_INSTALLED := $(TRITON)/.installed-$(TRITON_VERSION)
 
 .PHONY: help install demo lint test test-engines test-kernels example bench pins clean
 
@@ -53,9 +54,9 @@ test-kernels: $(INSTALLED) $(TRITON_INSTALLED) ## Triton kernels without a GPU: 
 	PYTHONPATH=$(TRITON) $(BIN)/python tools/compile_kernels.py
 
 # beside .venv and not in it: with Triton there, PyTorch would take other ways; the version is the one that torch 2.13 asks for
-$(TRITON_INSTALLED): Makefile
+$(TRITON_INSTALLED):
 	rm -rf $(TRITON)
-	$(PIP) --no-deps --target $(TRITON) triton==3.7.1
+	$(PIP) --no-deps --target $(TRITON) triton==$(TRITON_VERSION)
 	@touch $@
 
 # pip then names the packages that are left out on purpose as missing

@@ -58,7 +58,9 @@ def passes_check(
         return True
     message = f"{part} cannot be used on {_name(device)}: {failure} [{versions(device)}]"
     if os.environ.get(STRICT, "0") not in ("", "0") if strict is None else strict:
-        raise SelfCheckError(f"{message}; the plain path is there without them (unset {STRICT}, if it is set)")
+        raise SelfCheckError(
+            f"{message}; unless asked for, by argument or by {STRICT}, the plain path takes their place"
+        )
     if is_new:
         text = f"{message}; the plain path is used instead ({STRICT}=1 makes this an error)"
         warnings.warn(text, SelfCheckWarning, stacklevel=3)

@@ -4,6 +4,7 @@ The case is one of the very objective, dtypes and kind of vocabulary that are
 about to run, so that it compiles the same kernels, which are then there.
 """
 
+import importlib.util
 from dataclasses import dataclass, fields
 
 import torch
@@ -16,9 +17,9 @@ from blockdraft.losses.rows import Rows
 from blockdraft.losses.rows_triton import DTYPES, TritonRows
 from blockdraft.losses.scores import Blocks
 from blockdraft.losses.statistics import measure
-from blockdraft.selfcheck import compare, passes_check
+from blockdraft.selfcheck import SelfCheckError, compare, passes_check
 
-PART = "the objective's Triton kernels (pip install 'blockdraft[gpu]')"
+PART = "the objective's Triton kernels"
 KERNEL_DEVICES = ("cuda",)
 """Here the kernels are tried without being asked for."""
 
@@ -80,6 +81,8 @@ def choose_rows(objective: Objective, kind: LogitKind, kernels: bool | None = No
 
 def check_kernels(objective: Objective, kind: LogitKind) -> None:
     """Raise unless kernels and plain path agree on four blocks of four tokens: values, statistics, gradients."""
+    if importlib.util.find_spec("triton") is None:
+        raise SelfCheckError("Triton is not installed (pip install 'blockdraft[gpu]')")
     with torch.inference_mode(False), torch.autocast(kind.device.type, enabled=False):
         found, expected = (_results(objective, kind, rows) for rows in (TritonRows, Rows))
     for name, value in expected.items():
