@@ -14,6 +14,10 @@ SPECULATORS := .venv-speculators
 SPECULATORS_INSTALLED := $(SPECULATORS)/.installed
 SPECULATORS_PIP := $(SPECULATORS)/bin/python -m pip --disable-pip-version-check --quiet install
 
+TRITON := .venv-triton
+TRITON_VERSION := 3.7.1
+TRITON_INSTALLED := $(TRITON)/.installed-$(TRITON_VERSION)
+
 DOCS := .venv-docs
 DOCS_INSTALLED := $(DOCS)/.installed
 DOCS_PIP := $(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
@@ -23,7 +27,7 @@ DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))[
 MARKDOWN := README.md CONTRIBUTING.md CHANGELOG.md $(filter-out docs/theory/% docs/reference/recipe-fields.md \
   docs/reference/command-line.md, $(wildcard docs/*.md docs/*/*.md))
 
-.PHONY: help install demo lint format docs reference check test test-engines example bench pins clean
+.PHONY: help install demo lint format docs reference check test test-engines test-kernels example bench pins clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 \t/' | expand -t 24
@@ -75,6 +79,16 @@ test: lint docs ## lint, the documentation site, and all tests
 test-engines: $(INSTALLED) $(VLLM_INSTALLED) $(SPECULATORS_INSTALLED) ## real engines: vLLM (3.4 GB in .venv-vllm) and speculators (1.5 GB)
 	$(BIN)/pytest -n 0 -s tests/engines
 
+test-kernels: $(INSTALLED) $(TRITON_INSTALLED) ## Triton kernels without a GPU: interpreted, and compiled for A100, H100, B200 (0.7 GB)
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest tests/losses/test_kernels.py
+	PYTHONPATH=$(TRITON) $(BIN)/python tools/compile_kernels.py
+
+# beside .venv and not in it: with Triton there, PyTorch would take other ways; the version is the one that torch 2.13 asks for
+$(TRITON_INSTALLED):
+	rm -rf $(TRITON)
+	$(PIP) --no-deps --target $(TRITON) triton==$(TRITON_VERSION)
+	@touch $@
+
 # pip then names the packages that are left out on purpose as missing
 $(VLLM_INSTALLED): tests/engines/vllm_requirements.py
 	$(PYTHON) -m venv $(VLLM)
@@ -109,4 +123,4 @@ pins: $(INSTALLED) $(DOCS_INSTALLED) ## write constraints.txt anew from what .ve
 	  && mv constraints.new constraints.txt
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VLLM) $(SPECULATORS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(SPECULATORS) $(TRITON) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

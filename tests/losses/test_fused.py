@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blockdraft.losses import block_statistics, fused_linear_objective, objective
+from blockdraft.losses import Blocks, block_statistics, fused, fused_linear_objective, objective, scores
+from blockdraft.losses.fused import CHUNK_BYTES, chunk_bytes
 from blockdraft.losses.rows import Rows
+from blockdraft.losses.scores import check_labels
 
 from batches import IDS, OBJECTIVES
 
@@ -213,6 +216,54 @@ def test_buffers_are_freed_without_the_garbage_collector():
         assert not [x.shape for x in alive if x.dim() == 3 or x.shape[-1] == 997]
     finally:
         gc.enable()
+
+
+def test_a_chunk_is_freed_before_the_next_is_built(monkeypatch):
+    """Its log-probabilities, float32 beside low-precision buffers, would otherwise be there twice."""
+    previous = []
+
+    class Watched(Rows):
+        def __init__(self, *arguments, **options):
+            assert not [made for made in previous if made() is not None]
+            previous.append(weakref.ref(self))
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setitem(Blocks.__init__.__kwdefaults__, "rows", Watched)
+    gc.disable()
+    try:
+        data = with_leaves(problem(dtype=torch.bfloat16))
+        fused_linear_objective(objective("bv"), **data, chunk_blocks=1).loss.backward()
+    finally:
+        gc.enable()
+    assert len(previous) == 5
+
+
+def test_labels_are_checked_once_for_all_chunks(monkeypatch):
+    """On a device every check waits for it."""
+    calls = []
+    for module in (fused, scores):
+        monkeypatch.setattr(module, "check_labels", lambda *a, **k: calls.append(1) or check_labels(*a, **k))
+    fused_linear_objective(objective("bv"), **problem(), chunk_blocks=1)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("name", "num_scales"), [("tv", 1), ("bv", 1), ("ce", 0), ("kl", 0)])
+def test_without_statistics_only_the_sums_of_the_objective_are_taken(name, num_scales, monkeypatch):
+    taken = []
+    overlaps = Rows.overlaps
+    monkeypatch.setattr(Rows, "overlaps", lambda rows, *scales: taken.append(len(scales)) or overlaps(rows, *scales))
+    value = fused_linear_objective(objective(name), **problem(), stats=False)
+    assert sum(taken) == num_scales
+    taken.clear()
+    with_statistics = fused_linear_objective(objective(name), **problem())
+    assert taken == [2]
+    torch.testing.assert_close(value.loss, with_statistics.loss, atol=0, rtol=0)
+
+
+def test_chunks_are_larger_on_an_accelerator():
+    assert chunk_bytes(torch.device("cpu")) == CHUNK_BYTES
+    rows = chunk_bytes(torch.device("cuda")) / (151_936 * 2)
+    assert 2_048 < rows < 4_096
 
 
 def test_nan_in_padding_reaches_no_gradient():

@@ -15,14 +15,24 @@ import torch
 from torch import Tensor
 
 from blockdraft.losses.anchor_runs import run_bounds, whole_runs
+from blockdraft.losses.kernel_choice import LogitKind, choose_rows
 from blockdraft.losses.objective import Objective, ObjectiveValue
 from blockdraft.losses.reduced import ReducedTarget
-from blockdraft.losses.rows import computing_dtype
+from blockdraft.losses.row_sums import RowSums, computing_dtype
+from blockdraft.losses.rows import Rows
 from blockdraft.losses.scores import Blocks, check_labels
 from blockdraft.losses.statistics import BlockStatistics, measure
 
 CHUNK_BYTES = 2**27
-"""One buffer of logits is kept below this size, unless a single block is larger."""
+"""On a CPU, one buffer of logits is kept below this size, unless a single block is larger."""
+
+ACCELERATOR_CHUNK_BYTES = 2**30
+"""The same on an accelerator, where a product of a few hundred rows would only wait for memory."""
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Return the largest size of one buffer of logits on this device."""
+    return CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
 
 
 def fused_linear_objective(
@@ -39,6 +49,7 @@ def fused_linear_objective(
     stats: bool = True,
     reduced: ReducedTarget | None = None,
     segments: Tensor | None = None,
+    kernels: bool | None = None,
 ) -> ObjectiveValue:
     """Evaluate ``objective`` on the logits ``draft_hidden @ draft_head.T`` and ``target_hidden @ target_head.T``.
 
@@ -51,7 +62,7 @@ def fused_linear_objective(
         labels, valid: as for the objective.
         markov: ``(prev_embedding [N, B, r], w2 [V, r])``, DSpark's low-rank bias:
             ``prev_embedding @ w2.T`` is added to the draft logits.
-        chunk_blocks: blocks per chunk; by default what keeps one buffer below `CHUNK_BYTES`.
+        chunk_blocks: blocks per chunk; by default what keeps one buffer below `chunk_bytes` of the device.
         stats: also return acceptance statistics from the same pass. Without them, an
             objective that needs no target (CE) takes None for the target's two arguments.
         reduced: for a drafter over a reduced vocabulary D: the target's normaliser and argmax over its whole
@@ -59,6 +70,8 @@ def fused_linear_objective(
             ``w2 [Vd, r]``, and labels are indices into D (see `restrict_labels` and `restrict_target`).
         segments: ``[N]`` the run of consecutive anchors that each block belongs to; None for none. A chunk never
             splits a run, so with an objective that looks at runs the longest one must fit into memory.
+        kernels: None takes Triton kernels on a GPU, if on first use they solve a small case of this objective as
+            the plain path does there; True takes them or raises `SelfCheckError`; False takes the plain path.
 
     Returns:
         An `ObjectiveValue`; ``numerator`` and ``loss`` carry gradients, ``per_block`` does not.
@@ -77,14 +90,25 @@ def fused_linear_objective(
             raise ValueError("markov must be (prev_embedding [N, B, r], w2 [V, r]); one of them is None")
         _check(prev, w2, labels, "markov")
         _check_vocabulary(draft_head, w2)
-    check_labels(labels, valid, draft_head.shape[0], is_reduced=reduced is not None)
+    _, labels = check_labels(labels, valid, draft_head.shape[0], is_reduced=reduced is not None)
     if chunk_blocks is not None and chunk_blocks < 1:
         raise ValueError(f"chunk_blocks must be at least 1, got {chunk_blocks}")
     trains = tuple(
         torch.is_grad_enabled() and t is not None and t.requires_grad for t in (draft_hidden, draft_head, prev, w2)
     )
     segments = segments if objective.couples_blocks else None
-    batch = _Batch(objective, target_hidden, target_head, labels, valid, reduced, segments, chunk_blocks, stats, trains)
+    kind = LogitKind(
+        draft_dtype=draft_head.dtype,
+        target_dtype=None if target_head is None else target_head.dtype,
+        vocab_size=draft_head.shape[0],
+        device=draft_head.device,
+        stats=stats,
+        is_partial=reduced is not None,
+    )
+    rows = choose_rows(objective, kind, kernels)
+    batch = _Batch(
+        objective, target_hidden, target_head, labels, valid, reduced, segments, chunk_blocks, stats, trains, rows
+    )
     with torch.autocast(draft_head.device.type, enabled=False):
         total, numerator, denominator = _FusedLinear.apply(draft_hidden, draft_head, prev, w2, batch)
     return replace(objective.value(numerator, denominator, total, batch.statistics), survival=batch.survival)
@@ -92,7 +116,10 @@ def fused_linear_objective(
 
 @dataclass
 class _Batch:
-    """_Batch holds what the pass needs beside the tensors that train; the pass leaves its statistics here."""
+    """_Batch holds what the pass needs beside the tensors that train; the pass leaves its statistics here.
+
+    Labels and mask have been checked, and labels are zero outside the mask.
+    """
 
     objective: Objective
     target_hidden: Tensor | None
@@ -104,13 +131,16 @@ class _Batch:
     chunk_blocks: int | None
     stats: bool
     trains: tuple[bool, ...]
+    rows: type[RowSums]
     statistics: BlockStatistics | None = None
     survival: Tensor | None = None
 
-    def chunks(self, vocab_size: int, itemsize: int) -> list[slice]:
+    def chunks(self, head: Tensor) -> list[slice]:
         """Return slices of whole blocks and whole runs, as equal as they can be."""
         num_blocks, block_size = self.labels.shape
-        limit = self.chunk_blocks or max(1, CHUNK_BYTES // max(1, block_size * vocab_size * itemsize))
+        vocab_size, size = head.shape[0], chunk_bytes(head.device)
+        itemsize = (computing_dtype(head.dtype) if self.rows is Rows else head.dtype).itemsize
+        limit = self.chunk_blocks or max(1, size // max(1, block_size * vocab_size * itemsize))
         if self.segments is not None:
             return whole_runs(run_bounds(self.segments, num_blocks), limit)
         num_chunks = -(-num_blocks // limit)
@@ -121,44 +151,26 @@ class _Batch:
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, prev: Tensor | None, w2: Tensor | None, batch: _Batch) -> Any:
-        draft = _Product(hidden, head, batch.valid, *batch.trains[0:2])
-        products = [draft]
+        products = [_Product(hidden, head, batch.valid, *batch.trains[0:2])]
         if prev is not None and w2 is not None:
             products.append(_Product(prev, w2, batch.valid, *batch.trains[2:4]))
-        bias_heads = [bias.head.to(head.dtype).t() for bias in products[1:]]
         target = None
         if batch.target_hidden is not None and batch.target_head is not None:
             target = _Product(batch.target_hidden, batch.target_head, batch.valid)
-        chunks = batch.chunks(head.shape[0], computing_dtype(head.dtype).itemsize)
+        chunks = batch.chunks(head)
         largest = max((c.stop - c.start for c in chunks), default=0) * batch.labels.shape[1]
-        draft_buffer = head.new_empty(largest, head.shape[0])
-        target_buffer = None if target is None else target.head.new_empty(largest, head.shape[0])
-        sums, statistics, survival = [], [], []
-        for chunk in chunks:
-            draft_logits = draft.logits(chunk, draft_buffer)
-            for bias, bias_head in zip(products[1:], bias_heads, strict=True):
-                draft_logits.addmm_(bias.rows(chunk).to(head.dtype), bias_head)
-            target_logits = None
-            if target is not None and target_buffer is not None:
-                target_logits = target.logits(chunk, target_buffer)
-            blocks = _blocks(draft_logits, target_logits, batch, chunk)
-            with torch.enable_grad():
-                numerator, denominator = batch.objective.sums(blocks)
-            sums.append(torch.stack([numerator.detach(), denominator.detach()]))
-            if batch.stats:
-                statistics.append(measure(blocks))
-                survival.append(blocks.log_sampled.detach().exp())
-            if any(batch.trains):
-                gradient = blocks.rows.draft_gradient([numerator], [torch.ones_like(numerator)])
-                for product in products:
-                    product.accumulate(gradient, chunk)
-        batch.statistics = functools.reduce(operator.add, statistics) if statistics else _no_statistics(batch, head)
-        batch.survival = torch.cat(survival) if survival else None
+        buffers = _Buffers(products, target, largest)
+        results = [_chunk(batch, chunk, buffers) for chunk in chunks]
+        if batch.stats:
+            statistics = [result.statistics for result in results if result.statistics is not None]
+            batch.statistics = functools.reduce(operator.add, statistics) if statistics else _no_statistics(batch, head)
+            survival = [result.survival for result in results if result.survival is not None]
+            batch.survival = torch.cat(survival) if survival else None
         gradients = [g for product in products for g in (product.hidden_gradient, product.head_gradient)]
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [hidden.dtype, head.dtype, *(t.dtype for t in (prev, w2) if t is not None)]
         empty = torch.zeros(2, 0, dtype=computing_dtype(head.dtype), device=head.device)
-        numerators, denominators = torch.cat([empty, *sums], 1)
+        numerators, denominators = torch.cat([empty, *(result.sums for result in results)], 1)
         ctx.mark_non_differentiable(numerators, denominators)
         return numerators.sum(), numerators, denominators
 
@@ -204,14 +216,71 @@ class _Product:
         """Add the gradient ``[n*B, V]`` of the chunk's logits to those of hidden states and head."""
         if self.hidden_gradient is None and self.head_gradient is None:
             return
-        gradient = gradient.to(self.head.dtype)
+        # a gradient that kernels left in a low dtype is not copied to a higher one: the small factor is rounded instead
+        dtype = min(gradient.dtype, self.head.dtype, key=lambda dtype: dtype.itemsize)
+        gradient, head = gradient.to(dtype), self.head.to(dtype)
         if self.hidden_gradient is not None:
-            self.hidden_gradient[chunk] = (gradient @ self.head).view_as(self.hidden[chunk])
+            self.hidden_gradient[chunk] = (gradient @ head).view_as(self.hidden[chunk])
         if self.head_gradient is not None:
-            if self.head_gradient.dtype == self.head.dtype:
-                self.head_gradient.addmm_(gradient.t(), self.rows(chunk))
+            rows = self.rows(chunk).to(dtype)
+            if self.head_gradient.dtype == dtype:
+                self.head_gradient.addmm_(gradient.t(), rows)
             else:
-                self.head_gradient.add_(gradient.t() @ self.rows(chunk))
+                self.head_gradient.add_(gradient.t() @ rows)
+
+
+class _Buffers:
+    """_Buffers makes the logits of one chunk after the other in the same storage.
+
+    Args:
+        products: of the draft head and, if there is one, of the Markov factors, which is added to it.
+        target: of the target head, if it is needed.
+        num_rows: of the largest chunk.
+    """
+
+    def __init__(self, products: list[_Product], target: _Product | None, num_rows: int) -> None:
+        self.products, self._target = products, target
+        head = products[0].head
+        self._draft_buffer = head.new_empty(num_rows, head.shape[0])
+        self._target_buffer = None if target is None else target.head.new_empty(num_rows, head.shape[0])
+        self._bias_heads = [bias.head.to(head.dtype).t() for bias in products[1:]]
+
+    def draft_logits(self, chunk: slice) -> Tensor:
+        """Return the draft logits ``[n*B, V]``, biases included."""
+        logits = self.products[0].logits(chunk, self._draft_buffer)
+        for bias, bias_head in zip(self.products[1:], self._bias_heads, strict=True):
+            logits.addmm_(bias.rows(chunk).to(logits.dtype), bias_head)
+        return logits
+
+    def target_logits(self, chunk: slice) -> Tensor | None:
+        """Return the target logits ``[n*B, V]``, or None if they are not needed."""
+        if self._target is None or self._target_buffer is None:
+            return None
+        return self._target.logits(chunk, self._target_buffer)
+
+
+@dataclass(frozen=True)
+class _ChunkResult:
+    """_ChunkResult is what outlives a chunk: sums ``[2, n]``, and with statistics also survival ``[n, B]``."""
+
+    sums: Tensor
+    statistics: BlockStatistics | None
+    survival: Tensor | None
+
+
+def _chunk(batch: _Batch, chunk: slice, buffers: _Buffers) -> _ChunkResult:
+    """Evaluate one chunk and add its gradients to the products; all else of it is freed before the next one."""
+    blocks = _blocks(buffers.draft_logits(chunk), buffers.target_logits(chunk), batch, chunk)
+    with torch.enable_grad():
+        numerator, denominator = batch.objective.sums(blocks)
+    statistics, survival = None, None
+    if batch.stats:
+        statistics, survival = measure(blocks), blocks.log_sampled.detach().exp()
+    if any(batch.trains):
+        gradient = blocks.rows.draft_gradient([numerator], [torch.ones_like(numerator)])
+        for product in buffers.products:
+            product.accumulate(gradient, chunk)
+    return _ChunkResult(torch.stack([numerator.detach(), denominator.detach()]), statistics, survival)
 
 
 def _blocks(draft_logits: Tensor, target_logits: Tensor | None, batch: _Batch, chunk: slice) -> Blocks:
@@ -226,13 +295,14 @@ def _blocks(draft_logits: Tensor, target_logits: Tensor | None, batch: _Batch, c
         reduced=None if batch.reduced is None else batch.reduced[chunk],
         segments=None if batch.segments is None else batch.segments[chunk],
         overwrite=True,
+        checked=True,
+        for_statistics=batch.stats,
+        rows=batch.rows,
     )
 
 
-def _no_statistics(batch: _Batch, head: Tensor) -> BlockStatistics | None:
-    """Return the statistics of an empty batch, or None where none were asked for."""
-    if not batch.stats:
-        return None
+def _no_statistics(batch: _Batch, head: Tensor) -> BlockStatistics:
+    """Return the statistics of an empty batch."""
     empty = head.new_zeros(0, batch.labels.shape[1], head.shape[0])
     return measure(Blocks(empty, empty, batch.labels, batch.valid))
 

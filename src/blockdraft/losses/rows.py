@@ -5,11 +5,6 @@ Each method below costs one sweep over ``[R, V]`` and returns a small ``[R]``
 tensor. A sweep visits a few rows at a time and works in tiles of that size that
 are allocated once: they stay in cache, no second vocabulary-sized tensor is
 made, and the C library has no large blocks to hand back and fault in again.
-
-Gradients are taken in two steps. The small tensors carry an ordinary autograd
-graph whose leaves are zeros added to each term; what autograd finds at a leaf
-is the coefficient of that term. `Rows.draft_gradient` then makes one sweep
-that turns all coefficients into the gradient of the draft logits.
 """
 
 import math
@@ -19,10 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockdraft.losses.row_sums import LOG_ZERO, RowSums, computing_dtype
 from blockdraft.overlap import overlap_and_slope, overlap_logit_gradient
-
-LOG_ZERO = -1e4
-"""This number stands for the logarithm of a zero probability: far below any real one, and safe to sum and multiply."""
 
 CPU_TILE = 2**19
 ACCELERATOR_TILE = 2**26
@@ -38,31 +31,19 @@ class _Tile:
     free: list[Tensor]
 
 
-@dataclass(frozen=True)
-class _Term:
-    """_Term is one differentiable sum: its leaf, and how its coefficient reaches the draft logits.
+AddGradient = Callable[[_Tile, Tensor], None]
+"""``add_gradient(tile, coefficient)`` adds coefficient ``[r, 1]`` * d(term)/dz to ``tile.out``.
 
-    ``add_gradient(tile, coefficient)`` adds coefficient ``[r, 1]`` * d(term)/dz to
-    ``tile.out``. It holds tensors, never the `Rows` that holds it: a reference
-    cycle would keep vocabulary-sized storage until the garbage collector runs.
-    """
-
-    leaf: Tensor
-    add_gradient: Callable[[_Tile, Tensor], None]
+It holds tensors, never the `Rows` that holds it: a reference cycle would keep vocabulary-sized storage until the
+garbage collector runs.
+"""
 
 
-class Rows:
-    """Rows holds target and draft conditionals at R positions, over a vocabulary of V.
+class Rows(RowSums):
+    """Rows takes the sums in PyTorch, from log-probabilities in float32 (float64 for float64 logits).
 
-    Args:
-        draft_logits: ``[R, V]``.
-        target_logits: ``[R, V]``, or None for an objective that needs no target.
-        temperature: T of both distributions, p = softmax(target / T), q = softmax(draft / T).
-        valid: ``[R]`` bool; rows outside it are replaced by uniform distributions,
-            so that nothing in padding, NaN included, reaches a result.
-        target_log_z: ``[R]`` the target's log normaliser at this temperature, where these V tokens are
-            only a part of its vocabulary: log p = target / T - log_z, and p may sum to less than one.
-        overwrite: reuse the storage of the logits (they must be float32 or float64).
+    Storage is reused only where the logits are of that dtype. `draft_gradient` then takes the place of the
+    draft log-probabilities.
     """
 
     def __init__(
@@ -75,40 +56,30 @@ class Rows:
         target_log_z: Tensor | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.temperature = temperature
+        num_rows, vocab_size = draft_logits.shape
+        dtype, device = computing_dtype(draft_logits.dtype), draft_logits.device
+        super().__init__(num_rows, vocab_size, temperature, dtype, device)
         self._target_is_partial = target_log_z is not None
-        self.num_rows, self.vocab_size = draft_logits.shape
-        limit = CPU_TILE if draft_logits.device.type == "cpu" else ACCELERATOR_TILE
-        self._tile_rows = max(1, limit // max(1, self.vocab_size))
+        limit = CPU_TILE if device.type == "cpu" else ACCELERATOR_TILE
+        self._tile_rows = max(1, limit // max(1, vocab_size))
         self._overwrite = overwrite
-        self._dtype, self._device = computing_dtype(draft_logits.dtype), draft_logits.device
         self._scratch: list[Tensor] = []
         self._invalid = None if valid is None else (~valid).unsqueeze(-1)
-        self.draft_log_probs = self._log_probs(draft_logits)
+        self._draft_log_probs = self._log_probs(draft_logits)
         self._target_log_probs = None if target_logits is None else self._log_probs(target_logits, target_log_z)
-        self._terms: list[_Term] = []
-        self._full_leaf: Tensor | None = None
+        self._gradients: list[AddGradient] = []
+
+    @property
+    def draft_log_probs(self) -> Tensor:
+        return self._draft_log_probs
 
     @property
     def target_log_probs(self) -> Tensor:
-        """Give log p, ``[R, V]``."""
         if self._target_log_probs is None:
             raise ValueError("this objective needs target logits, and none were given")
         return self._target_log_probs
 
-    @property
-    def differentiable_draft_log_probs(self) -> Tensor:
-        """Give log q ``[R, V]`` as an autograd leaf, for objectives that no sum of this class expresses.
-
-        It costs vocabulary-sized temporaries; the named sums below do not.
-        """
-        if self._full_leaf is None:
-            self._full_leaf = self.draft_log_probs.detach().requires_grad_()
-        return self._full_leaf
-
     def draft_label(self, labels: Tensor) -> Tensor:
-        """Return log q(y) for labels y ``[R]``; a zero probability counts as `LOG_ZERO`."""
-
         def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
             tile.out.addcmul_(tile.q, coefficient, value=-1)
             tile.out.scatter_add_(1, labels[tile.rows, None], coefficient)
@@ -117,11 +88,9 @@ class Rows:
         return self._term(value, add_gradient).clamp(min=LOG_ZERO)
 
     def target_label(self, labels: Tensor) -> Tensor:
-        """Return log p(y) for labels y ``[R]``; a zero probability counts as `LOG_ZERO`."""
         return self.target_log_probs.gather(1, labels[:, None]).squeeze(1).clamp(min=LOG_ZERO)
 
     def overlaps(self, *scales: Tensor) -> list[Tensor]:
-        """Return S(s; p, q) for each s ``[R]`` in one sweep, differentiable in s and in the draft logits."""
         target_log_probs = self.target_log_probs
         known = [scale.detach() for scale in scales]
         values, slopes = [torch.empty_like(s) for s in known], [torch.empty_like(s) for s in known]
@@ -131,7 +100,7 @@ class Rows:
             for scale, value, slope in zip(known, values, slopes, strict=True):
                 value[rows], slope[rows] = overlap_and_slope(scale[rows], p, q, (free[0], free[1]))
 
-        def gradient_at(scale: Tensor) -> Callable[[_Tile, Tensor], None]:
+        def gradient_at(scale: Tensor) -> AddGradient:
             def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
                 p, *free = tile.free
                 torch.exp(target_log_probs[tile.rows], out=p)
@@ -146,7 +115,6 @@ class Rows:
         ]
 
     def kl(self) -> Tensor:
-        """Return KL(p || q) = sum_v p (log p - log q), ``[R]``; of a partial target, the sum over its part."""
         target_log_probs, is_partial = self.target_log_probs, self._target_is_partial
         value = self._divergence(target_log_probs, self.draft_log_probs)
 
@@ -158,7 +126,6 @@ class Rows:
         return self._term(value, add_gradient)
 
     def reverse_kl(self) -> Tensor:
-        """Return KL(q || p) = sum_v q (log q - log p), ``[R]``."""
         draft_log_probs, target_log_probs = self.draft_log_probs, self.target_log_probs
         value = self._divergence(draft_log_probs, target_log_probs)
 
@@ -170,46 +137,29 @@ class Rows:
         return self._term(value, add_gradient)
 
     def draft_argmax(self) -> Tensor:
-        """Return the draft's most probable tokens, ``[R]``."""
         return _first_argmax(self.draft_log_probs)
 
     def target_argmax(self) -> Tensor:
-        """Return the target's most probable tokens, ``[R]``, among these V."""
         return _first_argmax(self.target_log_probs)
 
     @torch.no_grad()
     def draft_gradient(self, outputs: list[Tensor], grads: list[Tensor]) -> Tensor:
-        """Return the gradient ``[R, V]`` of the draft logits when ``grads`` flow into the small tensors ``outputs``.
-
-        If the logits may be overwritten, it takes the place of the draft log-probabilities.
-        """
         coefficients, full = self._coefficients(outputs, grads)
-        terms = [(t, c) for t, c in zip(self._terms, coefficients, strict=True) if c is not None]
+        terms = [(add, c) for add, c in zip(self._gradients, coefficients, strict=True) if c is not None]
         result = self.draft_log_probs if self._overwrite else torch.empty_like(self.draft_log_probs)
         for rows, (q, out, *free) in self._tiles(5):
             tile = _Tile(rows, torch.exp(self.draft_log_probs[rows], out=q), out.zero_(), free)
-            for term, coefficient in terms:
-                term.add_gradient(tile, coefficient[rows, None] / self.temperature)
+            for add_gradient, coefficient in terms:
+                add_gradient(tile, coefficient[rows, None] / self.temperature)
             if full is not None:
                 direct = full[rows] / self.temperature
                 out.add_(direct).addcmul_(q, direct.sum(-1, keepdim=True), value=-1)
             result[rows] = out
         return result
 
-    def _coefficients(self, outputs: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return what autograd finds at each term's leaf, and at the full log-probabilities if they were asked for."""
-        leaves = [term.leaf for term in self._terms] + ([] if self._full_leaf is None else [self._full_leaf])
-        reachable = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-        found: list[Tensor | None] = [None] * len(leaves)
-        if leaves and reachable:
-            outs, gs = zip(*reachable, strict=True)
-            found = list(torch.autograd.grad(outs, leaves, gs, retain_graph=True, allow_unused=True))
-        return (found, None) if self._full_leaf is None else (found[:-1], found[-1])
-
-    def _term(self, value: Tensor, add_gradient: Callable[[_Tile, Tensor], None]) -> Tensor:
-        leaf = torch.zeros(self.num_rows, dtype=value.dtype, device=value.device, requires_grad=True)
-        self._terms.append(_Term(leaf, add_gradient))
-        return value + leaf
+    def _term(self, value: Tensor, add_gradient: AddGradient) -> Tensor:
+        self._gradients.append(add_gradient)
+        return self._with_leaf(value)
 
     def _divergence(self, log_a: Tensor, log_b: Tensor) -> Tensor:
         """Return sum_v a (log a - log b), ``[R]``."""
@@ -223,7 +173,7 @@ class Rows:
         """Yield slices of a few rows, each with scratch tiles ``[r, V]`` that the next slice uses again."""
         while len(self._scratch) < num_scratch:
             shape = (min(self._tile_rows, self.num_rows), self.vocab_size)
-            self._scratch.append(torch.empty(shape, dtype=self._dtype, device=self._device))
+            self._scratch.append(torch.empty(shape, dtype=self.dtype, device=self.device))
         for start in range(0, self.num_rows, self._tile_rows):
             rows = slice(start, min(start + self._tile_rows, self.num_rows))
             yield rows, [tile[: rows.stop - start] for tile in self._scratch[:num_scratch]]
@@ -234,14 +184,14 @@ class Rows:
         They are normalised by ``log_z`` ``[R]``, or by their own sum if it is None.
         """
         logits = logits.detach()
-        in_place = self._overwrite and logits.dtype == self._dtype
-        result = logits if in_place else torch.empty_like(logits, dtype=self._dtype)
+        in_place = self._overwrite and logits.dtype == self.dtype
+        result = logits if in_place else torch.empty_like(logits, dtype=self.dtype)
         for rows, (tile, scratch) in self._tiles(2):
             tile.copy_(logits[rows])
             if self.temperature != 1:
                 tile.div_(self.temperature)
             if log_z is not None:
-                tile.sub_(log_z[rows, None].to(self._dtype))
+                tile.sub_(log_z[rows, None].to(self.dtype))
             else:
                 tile.sub_(tile.amax(-1, keepdim=True))
                 # sum() adds pairwise; over 150,000 terms in float32 that is worth a digit over torch.log_softmax
@@ -250,11 +200,6 @@ class Rows:
                 tile.masked_fill_(self._invalid[rows], -math.log(self.vocab_size))
             result[rows] = tile
         return result
-
-
-def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float64 for float64; everything else is computed in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _difference(log_a: Tensor, log_b: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:

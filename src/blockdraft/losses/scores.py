@@ -6,6 +6,7 @@ and lives in log space, in float32 (float64 for float64 logits).
 """
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from blockdraft.losses.anchor_runs import AnchorRuns
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget
-from blockdraft.losses.rows import LOG_ZERO, Rows
+from blockdraft.losses.row_sums import LOG_ZERO, RowSums
+from blockdraft.losses.rows import Rows
 
 
 class Blocks:
@@ -32,6 +34,10 @@ class Blocks:
             stand at consecutive anchors of one text, in order. None for blocks that have nothing to do with
             each other.
         overwrite: reuse the storage of the logits; for callers that own them.
+        checked: labels and mask have been through `check_labels`, which makes the host wait for the device.
+        for_statistics: take S(1; p, q) and S(a; p, q) in one sweep, since statistics want both. Otherwise each is
+            taken when it is first asked for.
+        rows: what takes the sums over the vocabulary.
 
     Attributes:
         labels, valid: as given, labels with zeros where they are not valid.
@@ -49,10 +55,16 @@ class Blocks:
         reduced: ReducedTarget | None = None,
         segments: Tensor | None = None,
         overwrite: bool = False,
+        checked: bool = False,
+        for_statistics: bool = False,
+        rows: Callable[..., RowSums] = Rows,
     ) -> None:
         check_logits(draft_logits, target_logits, labels)
         self.num_blocks, self.block_size, vocab_size = draft_logits.shape
-        self.valid, self.labels = check_labels(labels, valid, vocab_size, is_reduced=reduced is not None)
+        if checked:
+            self.valid, self.labels = _all_of(labels) if valid is None else valid, labels
+        else:
+            self.valid, self.labels = check_labels(labels, valid, vocab_size, is_reduced=reduced is not None)
         self._outside = None if reduced is None else self.labels == OUTSIDE
         self.inside = self.valid if self._outside is None else self.valid & ~self._outside
         self._flat_labels = self.labels.clamp(min=0).reshape(-1)
@@ -62,8 +74,8 @@ class Blocks:
             if target_logits is not None and reduced.log_z is None:
                 raise ValueError("a reduced draft vocabulary needs log_z, the target's normaliser over all of its own")
             log_z = None if target_logits is None else reduced.log_z
-        self._reduced, self._segments = reduced, segments
-        self.rows = Rows(
+        self._reduced, self._segments, self._for_statistics = reduced, segments, for_statistics
+        self.rows = rows(
             draft_logits.reshape(-1, vocab_size),
             None if target_logits is None else target_logits.reshape(-1, vocab_size),
             temperature=temperature,
@@ -75,7 +87,7 @@ class Blocks:
     @cached_property
     def num_valid(self) -> Tensor:
         """Count the valid positions of each block, ``[N]``, in the computing dtype."""
-        return self.valid.sum(-1).to(self.rows.draft_log_probs.dtype)
+        return self.valid.sum(-1).to(self.rows.dtype)
 
     # Single positions
 
@@ -107,7 +119,9 @@ class Blocks:
     @cached_property
     def overlap(self) -> Tensor:
         """Give S(1; p_i, q_i) = sum_v min(p_i, q_i), the chance that token verification keeps position i."""
-        return self._overlaps[0]
+        if self._for_statistics:
+            return self._both_overlaps[0]
+        return self._overlaps(torch.ones(self.rows.num_rows, dtype=self.rows.dtype, device=self.rows.device))[0]
 
     # Prefixes
 
@@ -157,7 +171,7 @@ class Blocks:
         It is computed as a~_{i-1} S(a_{i-1}; p_i, q_i) / a_{i-1}, which stays at most one, up to
         rounding, however large r_{i-1} is.
         """
-        return _before(self._log_lowest) + finite_log(self._overlaps[1]) - self.log_state
+        return _before(self._log_lowest) + finite_log(self._state_overlap) - self.log_state
 
     @cached_property
     def log_token(self) -> Tensor:
@@ -209,10 +223,22 @@ class Blocks:
         return _after_start(self.log_r).gather(-1, self.active_prefix)
 
     @cached_property
-    def _overlaps(self) -> list[Tensor]:
-        """Take S(1; p_i, q_i) and S(a_{i-1}; p_i, q_i) in one sweep over the vocabulary."""
-        state = self.log_state.exp().reshape(-1)
-        return [self._per_block(s) for s in self.rows.overlaps(torch.ones_like(state), state)]
+    def _state_overlap(self) -> Tensor:
+        """Give S(a_{i-1}; p_i, q_i)."""
+        return self._both_overlaps[1] if self._for_statistics else self._overlaps(self._state)[0]
+
+    @cached_property
+    def _both_overlaps(self) -> list[Tensor]:
+        """Give S(1; p_i, q_i) and S(a_{i-1}; p_i, q_i)."""
+        return self._overlaps(torch.ones_like(self._state), self._state)
+
+    @cached_property
+    def _state(self) -> Tensor:
+        """Give a_{i-1} as one row after the other, ``[N*B]``."""
+        return self.log_state.exp().reshape(-1)
+
+    def _overlaps(self, *scales: Tensor) -> list[Tensor]:
+        return [self._per_block(overlap) for overlap in self.rows.overlaps(*scales)]
 
     def _per_block(self, values: Tensor) -> Tensor:
         return values.view(self.num_blocks, self.block_size)
@@ -241,28 +267,37 @@ def check_logits(draft_logits: Tensor, target_logits: Tensor | None, labels: Ten
 def check_labels(
     labels: Tensor, valid: Tensor | None, vocab_size: int, *, is_reduced: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the mask, all true if None, and the labels with zeros outside it; refuse holes and foreign labels."""
-    if valid is None:
-        valid = torch.ones_like(labels, dtype=torch.bool)
-    elif valid.shape != labels.shape or valid.dtype != torch.bool:
+    """Return the mask, all true if None, and the labels with zeros outside it; refuse holes and foreign labels.
+
+    The host waits for the device once.
+    """
+    if valid is not None and (valid.shape != labels.shape or valid.dtype != torch.bool):
         raise ValueError(f"valid must be bool {list(labels.shape)}, got {valid.dtype} {list(valid.shape)}")
-    elif bool((valid[:, 1:] & ~valid[:, :-1]).any()):
-        raise ValueError("valid must be a contiguous prefix of every block: a position follows an invalid one")
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels must be token ids, got {labels.dtype}")
+    valid = _all_of(labels) if valid is None else valid
     labels = torch.where(valid, labels, 0).long()
-    known = (labels >= 0) & (labels < vocab_size)
-    if is_reduced:
-        outside = labels == OUTSIDE
-        if bool((outside[:, :-1] & valid[:, 1:]).any()):
-            raise ValueError(
-                f"a label outside the draft vocabulary ({OUTSIDE}) must be the last valid one of its block: "
-                "no later token can be drafted; see restrict_labels"
-            )
-        known |= outside
-    if not bool(known.all()):
+    outside = labels == OUTSIDE if is_reduced else torch.zeros_like(valid)
+    problems = [
+        (valid[:, 1:] & ~valid[:, :-1]).any(),
+        (outside[:, :-1] & valid[:, 1:]).any(),
+        (((labels < 0) | (labels >= vocab_size)) & ~outside).any(),
+    ]
+    has_hole, continues_outside, has_foreign = torch.stack(problems).tolist()
+    if has_hole:
+        raise ValueError("valid must be a contiguous prefix of every block: a position follows an invalid one")
+    if continues_outside:
+        raise ValueError(
+            f"a label outside the draft vocabulary ({OUTSIDE}) must be the last valid one of its block: "
+            "no later token can be drafted; see restrict_labels"
+        )
+    if has_foreign:
         raise ValueError(f"a label at a valid position lies outside the vocabulary of {vocab_size}")
     return valid, labels
+
+
+def _all_of(labels: Tensor) -> Tensor:
+    return torch.ones_like(labels, dtype=torch.bool)
 
 
 def _before(values: Tensor) -> Tensor:

@@ -95,4 +95,4 @@ def block_statistics(
 ) -> BlockStatistics:
     """Return expected accepted lengths and agreement on ``[N, B, V]`` logits along target-generated labels."""
     logits = draft_logits.detach(), target_logits.detach()
-    return measure(Blocks(*logits, labels, valid, temperature=temperature, reduced=reduced))
+    return measure(Blocks(*logits, labels, valid, temperature=temperature, reduced=reduced, for_statistics=True))

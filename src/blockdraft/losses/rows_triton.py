@@ -1,0 +1,194 @@
+"""This module takes the sums over the vocabulary in Triton kernels, straight from the logits.
+
+Nothing of the size of the logits is made: log-probabilities exist only inside
+the kernels, and the gradient overwrites the draft logits. Every sum is kept
+with what its gradient needs of it, a number per row, so that all objectives
+reach the draft logits through one kernel and one small table of coefficients.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import BlockdraftError
+from blockdraft.losses import kernel_ops
+from blockdraft.losses.row_sums import LOG_ZERO, RowSums
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Logits may come in these dtypes; the kernels compute in float32."""
+
+
+class KernelLimitError(BlockdraftError):
+    """An objective asks for more than the kernels have; the plain path has no such limit."""
+
+
+@dataclass(frozen=True)
+class _Term:
+    """_Term is one differentiable sum t: dt/dz_v = q_v (share + x_v) + y_v, x and y being the kernel's business.
+
+    kind: ``"label"`` (y_v = 1[v = label]), ``"overlap"`` (x_v = 1[q_v < s p_v]), ``"kl"`` (y_v = -p_v) or
+        ``"reverse_kl"`` (x_v = log q_v - log p_v); x and y are 0 unless named.
+    share: ``[R]`` the part that is the same for every v, or a number.
+    argument: ``[R]`` the label, or the scale s.
+    """
+
+    kind: Literal["label", "overlap", "kl", "reverse_kl"]
+    share: Tensor | float
+    argument: Tensor | None = None
+
+
+class TritonRows(RowSums):
+    """TritonRows takes the sums in Triton kernels, from logits in float32, bfloat16 or float16.
+
+    The gradient has the dtype of the draft logits, and is 0 where a row is not valid, whatever flows into it. It takes
+    the place of the logits if they may be overwritten, and then nothing else can be asked for afterwards.
+    """
+
+    def __init__(
+        self,
+        draft_logits: Tensor,
+        target_logits: Tensor | None,
+        *,
+        temperature: float = 1.0,
+        valid: Tensor | None = None,
+        target_log_z: Tensor | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        num_rows, vocab_size = draft_logits.shape
+        super().__init__(num_rows, vocab_size, temperature, torch.float32, draft_logits.device)
+        for logits in (draft_logits, target_logits):
+            if logits is not None and logits.dtype not in DTYPES:
+                raise KernelLimitError(f"the kernels take logits in float32, bfloat16 or float16, not {logits.dtype}")
+        self._overwrite = overwrite
+        self._draft = draft_logits.detach().contiguous()
+        self._target = None if target_logits is None else target_logits.detach().contiguous()
+        self._valid = (
+            torch.ones(num_rows, dtype=torch.bool, device=self.device) if valid is None else valid.contiguous()
+        )
+        self._given_log_z = None if target_log_z is None else target_log_z.detach().float().contiguous()
+        self._draft_log_z, self._draft_argmax = self._normaliser(self._draft)
+        self._terms: list[_Term] = []
+
+    @property
+    def draft_log_probs(self) -> Tensor:
+        return self._log_probs(self._draft, self._draft_log_z)
+
+    @property
+    def target_log_probs(self) -> Tensor:
+        return self._log_probs(*self._known_target)
+
+    def draft_label(self, labels: Tensor) -> Tensor:
+        value = self._label_log_probs(self._draft, self._draft_log_z, labels)
+        return self._term(value, _Term("label", -1.0, labels)).clamp(min=LOG_ZERO)
+
+    def target_label(self, labels: Tensor) -> Tensor:
+        return self._label_log_probs(*self._known_target, labels).clamp(min=LOG_ZERO)
+
+    def overlaps(self, *scales: Tensor) -> list[Tensor]:
+        target, target_log_z = self._known_target
+        results = []
+        for start in range(0, len(scales), kernel_ops.MAX_SCALES):
+            some = scales[start : start + kernel_ops.MAX_SCALES]
+            known = torch.stack([scale.detach() for scale in some])
+            sums = kernel_ops.overlaps(
+                self._draft, self._draft_log_z, target, target_log_z, self._valid, known, self.temperature
+            )
+            below, slope = sums.unflatten(0, (len(some), 2)).unbind(1)
+            value = torch.addcmul(below, known, slope)
+            for k, scale in enumerate(some):
+                term = _Term("overlap", -below[k], known[k])
+                results.append(self._term(value[k] + slope[k] * (scale - known[k]), term))
+        return results
+
+    def kl(self) -> Tensor:
+        value, mass = kernel_ops.divergence(
+            *self._known_target, self._draft, self._draft_log_z, self._valid, self.temperature
+        )
+        return self._term(value, _Term("kl", mass))
+
+    def reverse_kl(self) -> Tensor:
+        value, _ = kernel_ops.divergence(
+            self._draft, self._draft_log_z, *self._known_target, self._valid, self.temperature
+        )
+        return self._term(value, _Term("reverse_kl", -value))
+
+    def draft_argmax(self) -> Tensor:
+        return self._draft_argmax
+
+    def target_argmax(self) -> Tensor:
+        return self._target_normaliser[1]
+
+    @torch.no_grad()
+    def draft_gradient(self, outputs: list[Tensor], grads: list[Tensor]) -> Tensor:
+        coefficients, full = self._coefficients(outputs, grads)
+        found = [
+            (term, c / self.temperature) for term, c in zip(self._terms, coefficients, strict=True) if c is not None
+        ]
+        gradient = self._draft if self._overwrite else self._draft.clone()
+        table, labels, num_scales = self._table(found)
+        kinds = {term.kind for term, _ in found}
+        target, target_log_z = self._known_target if kinds - {"label"} else (None, None)
+        kernel_ops.gradient_(
+            gradient, self._draft_log_z, target, target_log_z, self._valid, labels, table, self.temperature,
+            num_scales, "kl" in kinds, "reverse_kl" in kinds,
+        )  # fmt: skip
+        if full is not None and self._full_leaf is not None:
+            direct = full / self.temperature
+            gradient += direct.addcmul_(self._full_leaf.exp(), direct.sum(-1, keepdim=True), value=-1)
+        return gradient
+
+    def _table(self, found: list[tuple[_Term, Tensor]]) -> tuple[Tensor, Tensor | None, int]:
+        """Return the table of `kernel_ops.gradient_`, the labels if any, and the number of overlaps."""
+        rows = list(torch.zeros(kernel_ops.TABLE_ROWS, self.num_rows, device=self.device))
+        labels, num_scales = None, 0
+        for term, coefficient in found:
+            rows[0] = rows[0] + coefficient * term.share
+            if term.kind == "kl":
+                rows[2] = rows[2] + coefficient
+            elif term.kind == "reverse_kl":
+                rows[3] = rows[3] + coefficient
+            elif term.kind == "label" and (labels is None or labels is term.argument):
+                labels, rows[1] = term.argument, rows[1] + coefficient
+            elif term.kind == "overlap" and term.argument is not None and num_scales < kernel_ops.MAX_SCALES:
+                rows[4 + 2 * num_scales : 6 + 2 * num_scales] = [coefficient, term.argument]
+                num_scales += 1
+            else:
+                raise KernelLimitError(
+                    f"the kernels differentiate one label and {kernel_ops.MAX_SCALES} overlaps per row, and this "
+                    "objective has more; evaluate it with kernels=False"
+                )
+        return torch.stack(rows), labels, num_scales
+
+    def _term(self, value: Tensor, term: _Term) -> Tensor:
+        self._terms.append(term)
+        return self._with_leaf(value)
+
+    @property
+    def _known_target(self) -> tuple[Tensor, Tensor]:
+        """Give the target's logits and their normalisers."""
+        if self._target is None:
+            raise ValueError("this objective needs target logits, and none were given")
+        return self._target, self._target_normaliser[0] if self._given_log_z is None else self._given_log_z
+
+    @cached_property
+    def _target_normaliser(self) -> tuple[Tensor, Tensor]:
+        """Give the log normaliser and argmax of the target's logits, these V alone."""
+        if self._target is None:
+            raise ValueError("this objective needs target logits, and none were given")
+        return self._normaliser(self._target)
+
+    def _normaliser(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        log_z, argmax = kernel_ops.normaliser(logits, self._valid, self.temperature)
+        return log_z, argmax
+
+    def _label_log_probs(self, logits: Tensor, log_z: Tensor, labels: Tensor) -> Tensor:
+        value = logits.gather(1, labels[:, None]).squeeze(1).float() / self.temperature - log_z
+        return torch.where(self._valid, value, -math.log(self.vocab_size))
+
+    def _log_probs(self, logits: Tensor, log_z: Tensor) -> Tensor:
+        log_probs = (logits.float() / self.temperature).sub_(log_z[:, None])
+        return log_probs.masked_fill_(~self._valid[:, None], -math.log(self.vocab_size))
