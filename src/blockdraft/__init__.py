@@ -74,7 +74,8 @@ if TYPE_CHECKING:
     from blockdraft.drafters import load_drafter
     from blockdraft.errors import BlockdraftError
     from blockdraft.export import as_assistant
-    from blockdraft.losses import fused_linear_objective, objective
+    from blockdraft.losses import fused_linear_objective
+    from blockdraft.losses.objective import objective
     from blockdraft.targets import load_target
     from blockdraft.verification import law, verify
 else:
