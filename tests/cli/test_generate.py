@@ -78,7 +78,7 @@ def test_json_holds_every_round(folders, monkeypatch, capsys):
         (["--temperature", "-1", "w7"], "temperature"),
         (["--tempeature", "1", "w7"], "No such option"),
         (["--target", "./nowhere", "w7"], "no such folder"),
-        (["--drafter", "./nowhere", "w7"], "no config.json"),
+        (["--drafter", "./nowhere", "w7"], "no such folder"),
         ([], "Missing argument"),
     ],
 )
