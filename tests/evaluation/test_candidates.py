@@ -114,6 +114,8 @@ def test_best_and_last_of_a_run(tmp_path):
     assert load(folder / "steps" / f"{steps[-1]:08d}") == ("last", steps[-1])
     (named,) = load_candidates([f"x={folder}@last"], target)
     assert (named.name, named.checkpoint) == ("x", "last")
+    (tmp_path / "rate=1").symlink_to("run")
+    assert load(f"{tmp_path / 'rate=1'}@last") == ("last", steps[-1])
     (folder / "best").unlink()
     (folder / "best").symlink_to(f"steps/{steps[-1]:08d}")  # both are the same
     assert load(folder) == ("best", steps[-1])

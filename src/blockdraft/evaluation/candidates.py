@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 from blockdraft.drafters import Drafter, load_drafter
 from blockdraft.evaluation.protocol import AUTOREGRESSIVE
@@ -72,8 +72,8 @@ def load_candidates(drafters: list[str], target: Target, *, checkpoint: Checkpoi
     """
     found: list[Candidate] = []
     for given in drafters:
-        name, equals, path = ("", "", given) if Path(given).exists() else given.partition("=")
-        candidate = _load(path if equals else given, name if equals else None, target, checkpoint)
+        name, path = _split(given)
+        candidate = _load(path, name, target, checkpoint)
         _check_name(candidate.name)
         if any(other.name == candidate.name for other in found):
             raise EvaluationError(f"two drafters are called {candidate.name!r}; name one: --drafter NAME=PATH")
@@ -83,8 +83,10 @@ def load_candidates(drafters: list[str], target: Target, *, checkpoint: Checkpoi
 
 def as_checkpoint(name: str) -> CheckpointName:
     """Check the name of a run's checkpoint."""
-    if name in get_args(CheckpointName):
-        return cast(CheckpointName, name)
+    known: CheckpointName
+    for known in ("best", "last"):
+        if name == known:
+            return known
     raise EvaluationError(f"a run has a best and a last checkpoint, not {name!r}; write RUN@best or RUN@last")
 
 
@@ -153,6 +155,13 @@ def _check_name(name: str) -> None:
         f"{name!r} cannot name a drafter: {reason}. Files and reports carry the name, so it must be a plain file name; "
         "choose another: --drafter NAME=PATH"
     )
+
+
+def _split(given: str) -> tuple[str | None, str]:
+    """Split ``NAME=PATH``; a path that is there and has such a sign in it is meant itself."""
+    folder = given.rpartition("@")[0] or given
+    name, equals, path = given.partition("=")
+    return (None, given) if not equals or Path(given).exists() or Path(folder).exists() else (name, path)
 
 
 def _load(given: str, name: str | None, target: Target, default: CheckpointName) -> Candidate:

@@ -22,16 +22,9 @@ from typing import Any
 
 import torch
 
-from blockdraft.data import (
-    Conversation,
-    DataError,
-    GenerationSettings,
-    Prompt,
-    TextDataset,
-    read_completions,
-    regenerate,
-)
+from blockdraft.data import Conversation, GenerationSettings, Prompt, TextDataset, read_completions, regenerate
 from blockdraft.distributed import Distributed
+from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation.candidates import Candidate
 from blockdraft.evaluation.conversation import converse
 from blockdraft.evaluation.dynamics import training_dynamics
@@ -51,7 +44,6 @@ from blockdraft.evaluation.tasks import Task
 from blockdraft.evaluation.tracing import trace
 from blockdraft.files import exclusive
 from blockdraft.provenance import Provenance
-from blockdraft.runs import RunError
 from blockdraft.targets import Sampling, Target, fingerprint
 
 PROMPTS_PER_FOLDER = 128
@@ -306,7 +298,7 @@ class Evaluation:
                     blocks_per_text=self.protocol.dynamics_blocks, seed=self.protocol.seed,
                 )  # fmt: skip
                 found.append(measured)
-            except (DataError, RunError, EvaluationError) as error:
+            except BlockdraftError as error:
                 print(f"no training dynamics of {candidate.name}: {error}", file=sys.stderr)
             self.on_progress(f"dynamics, {candidate.name}", 1, 1, 0)
         return found
