@@ -41,7 +41,8 @@ class PrefixObjective(Objective):
         1e-6 for DFlash and none for DSpark.
 
     A floor passes no gradient to the scores below it. At initialisation most
-    scores of a long block are far below 1e-6, so the ramp floor is off unless asked for.
+    scores of a long block are far below 1e-6, so the ramp floor is off here unless asked for;
+    the shipped DFlash recipes ask for the paper's.
 
     Over a reduced draft vocabulary the sampled score of a label outside of it is zero whatever the drafter
     does. It counts as zero wherever that is finite; at beta = 0 it is left out of the mean, and a log-form
