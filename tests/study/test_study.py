@@ -73,6 +73,7 @@ class StopError(Exception):
 @pytest.mark.slow
 def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # more threads round otherwise, and more jobs have fewer threads
     (tmp_path / "s.yaml").write_text(TINY)
     study = load_study("s.yaml")
     whole = Study(study, "whole", num_jobs=2).run()
