@@ -292,3 +292,17 @@ def test_runs_are_consecutive_anchors_of_one_text(lengths, run_length, num_ancho
         for each in chosen:
             prompt, response = lengths[each.text]
             assert all(prompt <= anchor < prompt + response - 1 for anchor in each.anchors)
+
+
+@pytest.mark.parametrize("run_length", [1, 3])
+def test_no_text_has_more_anchors_than_the_cap(run_length):
+    texts = paths_of([(2, 200), (3, 9), (2, 40)])
+    free = plan_of(texts, num_texts=3, num_anchors=120, run_length=run_length).step(0, 0)
+    capped = plan_of(texts, num_texts=3, num_anchors=120, run_length=run_length, max_anchors_per_text=24).step(0, 0)
+    assert max(len(each.anchors) for each in free) > 24
+    for before, after in zip(free, capped, strict=True):
+        assert after.text == before.text
+        assert set(after.anchors) <= set(before.anchors)
+        assert len(after.anchors) == min(24, len(before.anchors)) or run_length > 1
+        assert len(after.anchors) <= 24
+        assert (np.diff(after.anchors) > 0).all()

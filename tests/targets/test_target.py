@@ -82,6 +82,14 @@ def test_messages_are_rendered_by_the_template_without_thinking():
     assert target.eos_ids == {EOS}
 
 
+def test_a_template_with_the_switch_is_rendered_with_thinking_off(monkeypatch):
+    target = tiny_target()
+    switch = "{% if enable_thinking is defined and enable_thinking is false %} w9{% endif %}"
+    template = target.tokenizer.chat_template.replace("assistant{%", "assistant" + switch + "{%")
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    assert target.decode(target.render([{"role": "user", "content": "w7"}])) == "user w7 assistant w9"
+
+
 def test_the_mask_token_is_found_given_or_refused():
     assert tiny_target().mask_token_id == MASK
     assert tiny_target(mask_token_id=9).mask_token_id == 9

@@ -27,7 +27,7 @@ from blockdraft.targets.attention import span_positions
 
 AnchorChoice = Literal["uniform", "rounds", "mixed"]
 
-ORDER, ANCHORS, WALK = 1, 2, 4
+ORDER, ANCHORS, WALK, CAP = 1, 2, 4, 5
 """Numbers of the random streams, so that one seed gives a separate stream for each purpose."""
 
 
@@ -108,7 +108,8 @@ class BatchSampler:
 
     An epoch is a random order of all texts that have an anchor, cut into steps of
     ``num_texts``; the last step may have fewer. A step's anchors are drawn
-    uniformly without replacement from all those of its texts, up to ``num_anchors``.
+    uniformly without replacement from all those of its texts, up to ``num_anchors``. A text
+    that was dealt more than ``max_anchors_per_text`` keeps so many of them, chosen uniformly.
 
     With ``anchors="rounds"`` that draw only decides how many blocks a text gets. Where they start, from the second
     epoch on, is where rounds of decoding would: each anchor of a text moves on, from one visit to the next, by the
@@ -127,6 +128,7 @@ class BatchSampler:
         full_blocks: bool = False,
         anchors: AnchorChoice = "uniform",
         run_length: int = 1,
+        max_anchors_per_text: int = 512,
     ) -> None:
         """Sample batches from a data set.
 
@@ -139,13 +141,15 @@ class BatchSampler:
             full_blocks: leave out anchors with fewer than B tokens behind them.
             anchors: where blocks start.
             run_length: draw anchors in runs of so many consecutive ones, for objectives that follow rounds.
+            max_anchors_per_text: anchors of one text in one step, at most; at least one whole run.
         """
-        if min(num_texts, num_anchors, num_proposals, run_length) < 1:
-            raise ValueError("num_texts, num_anchors, num_proposals and run_length must be at least 1")
+        if min(num_texts, num_anchors, num_proposals, run_length, max_anchors_per_text) < 1:
+            raise ValueError("numbers of texts, anchors, proposals and the length of runs must be at least 1")
         if run_length > 1 and anchors != "uniform":
             raise ValueError("runs of consecutive anchors are placed uniformly; they do not walk")
         self.dataset, self.num_texts, self.num_anchors, self.seed = dataset, num_texts, num_anchors, seed
         self.num_proposals, self.anchors, self.run_length = num_proposals, anchors, run_length
+        self.max_anchors_per_text = max_anchors_per_text
         self.walk: Walk = {}
         """Where the blocks of each text start in this epoch."""
         self.next_walk: Walk = {}
@@ -177,11 +181,17 @@ class BatchSampler:
         drawn = np.sort(rng.choice(ends[-1], size=min(self.num_anchors, int(ends[-1])), replace=False))
         owner = np.searchsorted(ends, drawn, side="right")
         within = drawn - (ends - self.num_eligible[texts])[owner]
-        chosen = [(int(text), within[owner == place]) for place, text in enumerate(texts)]
+        caps = np.random.default_rng([self.seed, CAP, epoch, step])
+        chosen = [(int(text), self._capped(within[owner == place], caps)) for place, text in enumerate(texts)]
         if self.anchors == "uniform":
             return [TextAnchors(text, self.dataset.prompt_lengths[text] + drawn) for text, drawn in chosen]
         rng = np.random.default_rng([self.seed, WALK, epoch, step])
         return [self._walked(text, drawn, rng) for text, drawn in chosen]
+
+    def _capped(self, drawn: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+        if len(drawn) <= self.max_anchors_per_text:
+            return drawn
+        return np.sort(rng.choice(drawn, size=self.max_anchors_per_text, replace=False))
 
     def _in_runs(self, texts: NDArray[np.int64], rng: np.random.Generator) -> list[TextAnchors]:
         """Cut every text at a random offset into runs of consecutive anchors, and choose some runs uniformly."""
@@ -195,6 +205,9 @@ class BatchSampler:
         chosen = []
         for text in texts:
             runs = [cuts[i] for i in kept if cuts[i][0] == text]
+            allowed = max(1, self.max_anchors_per_text // length)
+            if len(runs) > allowed:
+                runs = [runs[i] for i in np.sort(rng.permutation(len(runs))[:allowed])]
             parts = [np.arange(start, stop) for _, start, stop in runs]
             anchors = np.concatenate(parts) if parts else np.zeros(0, np.int64)
             numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts])

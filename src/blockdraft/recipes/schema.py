@@ -117,6 +117,7 @@ class BatchSection(Section):
 
     num_texts: int = Field(32, ge=1, description="texts per step, over all processes; a text is one assistant turn")
     num_anchors: int = Field(16_384, ge=1, description="blocks per step at most, over all processes")
+    max_anchors_per_text: int = Field(512, ge=1, description="blocks of one text per step at most")
     gradient_accumulation_steps: int = Field(1, ge=1, description="backward passes that share one step")
     anchors: AnchorChoice = Field(
         "uniform",

@@ -39,6 +39,7 @@ class HeldOutBlocks:
             num_proposals=num_proposals,
             seed=seed,
             full_blocks=True,
+            max_anchors_per_text=num_blocks,
         )
         self.chosen = [each for each in sampler.step(0, 0) if len(each.anchors)]
 

@@ -87,6 +87,7 @@ class Trainer:
         self.sampler = BatchSampler(
             training, num_texts=recipe.batch.num_texts, num_anchors=recipe.batch.num_anchors,
             num_proposals=self.config.num_proposals, seed=recipe.seed, full_blocks=recipe.batch.full_blocks,
+            max_anchors_per_text=recipe.batch.max_anchors_per_text,
             anchors=recipe.batch.anchors, run_length=recipe.batch.run_length,
         )  # fmt: skip
         all_steps = recipe.optimizer.num_train_epochs * self.sampler.steps_per_epoch
