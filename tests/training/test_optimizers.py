@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from blockdraft.muon import Muon, orthogonalize
 from blockdraft.recipes.schema import OptimizerSection
-from blockdraft.training.optimizers import Muon, is_matrix, make_optimizers, orthogonalize
+from blockdraft.training.optimizers import is_matrix, make_optimizers
 
 from tiny import tiny_drafter, tiny_target
 
@@ -21,6 +22,17 @@ def test_singular_values_come_near_one_and_vectors_stay(shape):
     large = s / s.norm() > 0.05
     assert ((back.diag()[large] - 1).abs() < 0.35).all()
     torch.testing.assert_close(found, reference(matrix), atol=1e-6, rtol=0)
+
+
+def test_matrices_of_one_shape_together_equal_each_alone():
+    matrices = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    torch.testing.assert_close(orthogonalize(matrices), torch.stack([orthogonalize(each) for each in matrices]))
+
+
+def test_a_matrix_without_a_gradient_stays():
+    matrix = torch.ones(2, 2, requires_grad=True)
+    Muon([matrix], lr=1.0, weight_decay=0.5).step()
+    assert torch.equal(matrix.detach(), torch.ones(2, 2))
 
 
 def reference(matrix, iterations=5):
