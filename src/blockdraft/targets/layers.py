@@ -189,7 +189,7 @@ class FusedLayer:
         grouped = queries.view(num_rows, self.num_kv_heads, -1, self.head_dim)
         folded = grouped.transpose(0, 1).reshape(1, self.num_kv_heads, -1, self.head_dim)
         out: Tensor = scaled_dot_product_attention(folded, keys, values, attn_mask=mask.values)
-        return out[0].unflatten(1, (num_rows, -1)).transpose(0, 1).reshape(num_rows, -1)
+        return out.view(self.num_kv_heads, num_rows, -1, self.head_dim).transpose(0, 1).reshape(num_rows, -1)
 
 
 class Mask:
