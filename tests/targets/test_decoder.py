@@ -124,7 +124,10 @@ def test_a_new_cache_sees_weights_that_were_changed():
 
 
 def test_models_that_are_not_as_they_left_the_library_go_through_transformers(monkeypatch):
-    assert isinstance(decoder_of(tiny_model()), Decoder)
+    usual = tiny_model()
+    assert isinstance(decoder_of(usual), Decoder)
+    usual(torch.tensor([[3, 4]]), output_hidden_states=True, output_attentions=True)
+    assert isinstance(decoder_of(usual), Decoder)
     hooked = tiny_model()
     hooked.model.layers[1].mlp.register_forward_hook(lambda _module, _inputs, out: out * 2)
     assert decoder_of(hooked) is None

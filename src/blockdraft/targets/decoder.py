@@ -124,7 +124,9 @@ def _is_supported(model: PreTrainedModel) -> bool:
 
 def _is_plain(module: nn.Module) -> bool:
     """Return whether a module does what its class says: nothing is hooked in, replaced or quantized."""
-    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # transformers leaves hooks behind that only look, once hidden states were asked for
+    changed = "forward" in module.__dict__ or any("output_capturing" not in hook.__module__ for hook in hooks)
     weight = getattr(module, "weight", None)
     is_matrix = isinstance(weight, Tensor) and weight.dim() == 2
     return not changed and (not is_matrix or type(module) in (nn.Linear, nn.Embedding))
