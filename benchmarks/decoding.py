@@ -1,9 +1,17 @@
-"""Decoding on the embedded targets: autoregressive speed beside transformers, where a round's time goes, verify cost.
+"""Decoding on a CPU at batch size 1: what a round of speculation costs, in tokens of autoregressive decoding.
 
-    make bench                          # everything, to stdout and results/decoding.json
-    python benchmarks/decoding.py       # this one alone
+    make bench                                            # everything, to stdout and results/decoding.json
+    python benchmarks/decoding.py                         # this one alone
+    python benchmarks/decoding.py --target pocket-16      # a target of a given shape with random weights
+    python benchmarks/decoding.py --drafter runs/mine     # a drafter that was trained, instead of random weights
 
-All in one process, taking turns, batch 1, float32, greedy.
+One process, one thread, float32. Passes through the target are timed turn by turn, through transformers and through
+the package's own decoder. The time is the thread's own: what else the machine does is not counted, though it still
+takes cache and memory bandwidth away. A round costs
+
+    draft + pass over 1 + B tokens + rest,
+
+and breaks even when it yields as many tokens as that costs one-token passes.
 """
 
 import argparse
@@ -11,103 +19,153 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-from blockdraft.decoding import generate
-from blockdraft.drafters import DrafterConfig, build_drafter
-from blockdraft.targets import Target, UnsupportedTargetError, load_target
+from blockdraft.decoding import generate, generation
+from blockdraft.drafters import Drafter, DrafterConfig, build_drafter, load_drafter
+from blockdraft.targets import EMBEDDED, Target, UnsupportedTargetError, load_target
 
 from measuring import save, table
 
-THREADS, NUM_TOKENS, PROMPT = 2, 96, "What is a river? Explain it in a few sentences."
+HELD, REPEATS = 128, 6
+PATHS = ("transformers", "blockdraft")
 
 
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def autoregressive(target: Target, rounds: int) -> dict[str, float]:
-    """Tokens/s of our loop without a drafter and of transformers' generate, turn by turn."""
-    ids = target.render([{"role": "user", "content": PROMPT}])
-    tokens = torch.tensor([ids])
-    mask = torch.ones_like(tokens)
-
-    def ours() -> None:
-        assert len(generate(target, None, ids, rule="greedy", max_new_tokens=NUM_TOKENS).tokens) == NUM_TOKENS
-
-    def theirs() -> None:
-        out = target.model.generate(
-            tokens, attention_mask=mask, do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None, pad_token_id=0
-        )
-        assert out.shape[1] == len(ids) + NUM_TOKENS
-
-    ours(), theirs()
-    times = [(seconds(ours), seconds(theirs)) for _ in range(rounds)]
-    mine, other = (NUM_TOKENS / statistics.median(t) for t in zip(*times, strict=True))
-    return {"blockdraft": mine, "transformers": other, "ratio": mine / other}
-
-
-def phases(target: Target, rounds: int) -> dict[str, float]:
-    """Shares of a round with the paper's drafter shape, random weights, 15 proposals."""
+def random_target(num_layers: int) -> Target:
+    """A target as wide as pocket and as deep as wanted, with random weights."""
     torch.manual_seed(0)
-    num_features = min(5, target.num_layers - 3)
-    drafter = build_drafter(DrafterConfig.for_target("dflash", target, num_features=num_features)).eval()
-    spent = dict.fromkeys(("draft", "verify", "rest"), 0.0)
-    for number in range(rounds + 1):
-        out = generate(target, drafter, PROMPT, rule="block", max_new_tokens=32, seed=number)
-        for record in out.rounds if number else []:
-            for phase, value in record.seconds.items():
-                spent[phase] += value
-    total = sum(spent.values())
-    return {phase: value / total for phase, value in spent.items()}
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=192, intermediate_size=512, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=48, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    return Target(model, None, name=f"pocket-{num_layers}", mask_token_id=5)
 
 
-def verify_cost(target: Target, rounds: int) -> dict[str, float]:
-    """Time of one pass over 1, 4, 8 and 16 tokens behind 128, over that of 1."""
-    cache = target.new_cache(160)
-    target.forward(torch.arange(128)[None] % 100 + 50, cache)
+def target_named(name: str) -> Target:
+    """An embedded target, or ``pocket-L`` of L layers."""
+    target = random_target(int(name.removeprefix("pocket-"))) if name.startswith("pocket-") else load_target(name)
+    target.eos_ids = frozenset()
+    return target
 
-    def run(num: int) -> None:
-        target.logits(target.forward(torch.full((1, num), 60), cache).hidden)
-        cache.rollback(128)
 
-    times: dict[int, list[float]] = {1: [], 4: [], 8: [], 16: []}
-    for _ in range(5 * rounds):
-        for num, taken in times.items():
-            taken.append(seconds(functools.partial(run, num)))
-    return {str(num): statistics.median(taken) / statistics.median(times[1]) for num, taken in times.items()}
+def drafter_for(target: Target, kind: str, num_layers: int, num_proposals: int) -> Drafter:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"markov_rank": 64} if kind == "dspark" else {}
+    config = DrafterConfig.for_target(kind, target, num_layers=num_layers, num_proposals=num_proposals, **options)
+    return build_drafter(config).eval()
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of the thread that one call takes, after one that is not counted."""
+    run()
+    start = time.thread_time()
+    for _ in range(REPEATS):
+        run()
+    return (time.thread_time() - start) / REPEATS
+
+
+def passes(target: Target, rows: tuple[int, ...], layers: tuple[int, ...], turns: int) -> dict[str, dict[int, float]]:
+    """Seconds of a pass over so many tokens behind `HELD` others, by path; turn by turn."""
+    cases = {}
+    for path in PATHS:
+        target.use_decoder = path == "blockdraft"
+        cache = target.new_cache(HELD + max(rows))
+        target.forward(torch.arange(HELD)[None] % 100 + 50, cache)
+        cases[path] = cache, target._decoder
+    taken: dict[tuple[str, int], list[float]] = {}
+    for _ in range(turns):
+        for num in rows:
+            for path, (cache, decoder) in cases.items():
+                target._decoder = decoder
+                taken.setdefault((path, num), []).append(timed(functools.partial(one_pass, target, cache, num, layers)))
+    target.use_decoder = True
+    return {path: {num: statistics.median(taken[path, num]) for num in rows} for path in PATHS}
+
+
+def one_pass(target: Target, cache: Any, num: int, layers: tuple[int, ...]) -> None:
+    with torch.inference_mode():
+        target.logits(target.forward(torch.full((1, num), 60), cache, layers if num > 1 else ()).hidden)
+        cache.rollback(HELD)
+
+
+def phases(target: Target, drafter: Drafter, rule: str, turns: int) -> dict[str, float]:
+    """Seconds by phase of a round of `generate`, medians over rounds."""
+    prompt = list(range(50, 50 + HELD))
+    spent: dict[str, list[float]] = {"draft": [], "verify": [], "rest": []}
+    with mock.patch.object(generation, "clock", time.thread_time):
+        for number in range(turns + 1):
+            out = generate(target, drafter, prompt, rule=rule, max_new_tokens=16, seed=number)
+            for record in out.rounds[1:] if number else []:
+                for phase, value in record.seconds.items():
+                    spent[phase].append(value)
+    return {phase: statistics.median(values) for phase, values in spent.items()}
+
+
+def step(target: Target, turns: int) -> float:
+    """Seconds of a token without a drafter in `generate`, sampling included; median over tokens."""
+    prompt, spent = list(range(50, 50 + HELD)), []
+    with mock.patch.object(generation, "clock", time.thread_time):
+        for number in range(turns + 1):
+            out = generate(target, None, prompt, max_new_tokens=16, seed=number)
+            spent += [sum(record.seconds.values()) for record in out.rounds[1:]] if number else []
+    return statistics.median(spent)
+
+
+def measured(target: Target, drafter: Drafter, turns: int) -> dict[str, Any]:
+    """All of it for one target and drafter."""
+    num = 1 + drafter.config.num_proposals
+    by_path = passes(target, (1, num), drafter.config.target_layers, turns)
+    round_, token = phases(target, drafter, "block", turns), step(target, turns)
+    total = sum(round_.values())
+    return {
+        "passes": {path: {str(rows): value for rows, value in each.items()} for path, each in by_path.items()},
+        "token": token,
+        "round": round_,
+        "break_even": total / token,
+        "rest_share": round_["rest"] / total,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="turns (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=5, help="turns (default: %(default)s)")
+    parser.add_argument("--target", action="append", help="target; may be repeated (default: the embedded ones)")
+    parser.add_argument("--drafter", help="drafter to load (default: random weights, DFlash and DSpark)")
+    parser.add_argument("--num-layers", type=int, default=2, help="layers of random drafters (default: %(default)s)")
+    parser.add_argument("--num-proposals", type=int, default=10, help="B of random drafters (default: %(default)s)")
     arguments = parser.parse_args()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1)
     results, rows = {}, []
-    for name in ("pocket", "smollm2"):
+    for name in arguments.target or EMBEDDED:
         try:
-            target = load_target(name)
+            target = target_named(name)
         except UnsupportedTargetError as error:
             print(f"{name} is left out: {error}\n")
             continue
-        target.eos_ids = frozenset()
-        speed = autoregressive(target, arguments.rounds)
-        share, cost = phases(target, arguments.rounds), verify_cost(target, arguments.rounds)
-        results[name] = {"autoregressive": speed, "phases": share, "verify_cost": cost}
-        rows.append(
-            [
-                name,
-                f"{speed['blockdraft']:.1f}",
-                f"{speed['transformers']:.1f}",
-                f"{speed['ratio']:.2f}",
-                *(f"{share[p]:.1%}" for p in ("draft", "verify", "rest")),
-                *(f"{cost[n]:.2f}" for n in ("4", "8", "16")),
-            ]
-        )
-    header = ["target", "tokens/s", "transformers", "ratio", "draft", "verify", "rest", "4 tokens", "8", "16"]
+        if arguments.drafter:
+            drafters = {arguments.drafter: load_drafter(arguments.drafter, target)}
+        else:
+            sizes = arguments.num_layers, arguments.num_proposals
+            drafters = {kind: drafter_for(target, kind, *sizes) for kind in ("dflash", "dspark")}
+        for kind, drafter in drafters.items():
+            found = measured(target, drafter, arguments.turns)
+            results[f"{name}, {kind}"] = found
+            few, many = (str(1 + n) for n in (0, drafter.config.num_proposals))
+            cells = []
+            for path in PATHS:
+                one, block = found["passes"][path][few], found["passes"][path][many]
+                cells += [f"{1e3 * one:.2f}", f"{1e3 * block:.2f}", f"{block / one:.2f}"]
+            costs = [f"{1e3 * found['round'][phase]:.2f}" for phase in ("draft", "verify", "rest")]
+            shares = [f"{found['rest_share']:.1%}", f"{1e3 * found['token']:.2f}", f"{found['break_even']:.2f}"]
+            rows.append([name, kind, many, *cells, *costs, *shares])
+    header = ["target", "drafter", "1+B", "transformers: 1", "1+B", "ratio", "ours: 1", "1+B", "ratio"]
+    header += ["draft", "pass", "rest", "share", "token", "break-even"]
+    print("milliseconds of one thread; break-even in tokens per round\n")
     print(table(header, rows))
     path = save("decoding", {"results": results})
     print(f"\nwritten to {path.relative_to(path.parents[2])}")

@@ -28,6 +28,8 @@ def overlap(scale: Tensor, p: Tensor, q: Tensor) -> Tensor:
         S ``[...]``. At a tie ``s p(v) = q(v)`` the target's side counts as the
         smaller one, so that q = p is a stationary point.
     """
+    if not torch.is_grad_enabled():
+        return torch.minimum(p * scale.unsqueeze(-1), q).sum(-1)
     value: Tensor = _Overlap.apply(scale, p, q)
     return value
 

@@ -50,6 +50,49 @@ def test_greedy_speculative_text_is_the_greedy_text(family, kind, changes):
         assert len(fast.tokens) == 50
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_fewer_proposals_than_trained_leave_the_greedy_text_as_it_is(kind):
+    target = without_end()
+    drafter = tiny_drafter(kind, target)
+    plain = generate(target, None, PROMPT, rule="greedy", max_new_tokens=30)
+    overfit(drafter, target, PROMPT + plain.tokens, len(PROMPT), num_steps=60, rate=3e-3)
+    for num in (1, 2, 4):
+        out = generate(target, drafter, PROMPT, rule="greedy", max_new_tokens=30, num_proposals=num)
+        assert out.tokens == plain.tokens
+        assert {len(r.drafted) for r in out.rounds} == {num}
+        assert out.acceptance_length > 1
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_exact_law_of_a_round_with_fewer_proposals_is_the_targets(rule, kind):
+    """Drafts of 2 tokens by a drafter of 4, as `propose` gives their probabilities, enumerated over every block."""
+    target = without_end(vocab_size=4)
+    drafter = tiny_drafter(kind, target)
+    prompt, anchor = [3, 0, 1], 3
+    p, _ = models_after(target, drafter, prompt, anchor)
+    cache = drafter.new_cache(20)
+    drafter.extend(cache, target.forward(torch.tensor([prompt]), layers=drafter.config.target_layers).features)
+    laws = {}
+    for seed in range(60):  # the first position's law, and the second's after each first token
+        block = drafter.propose(cache, anchor, target, 3.0, torch.Generator().manual_seed(seed), num_proposals=2)
+        laws[()] = block.probs[0, 0].double()
+        laws[int(block.tokens[0, 0]),] = block.probs[0, 1].double()
+    assert len(laws) == 5
+    emitted = enumerate_round(functools.partial(law, rule), p, laws.__getitem__, 4, 2)
+    torch.testing.assert_close(emitted.law, emitted.target, atol=1e-6, rtol=0)
+
+
+def test_a_number_of_proposals_that_cannot_be_is_refused():
+    target = without_end()
+    drafter = tiny_drafter("dflash", target)
+    for num in (0, 5):
+        with pytest.raises(DecodingError, match=f"between 1 and 4, which this drafter was trained for; it is {num}"):
+            generate(target, drafter, PROMPT, num_proposals=num)
+    with pytest.raises(DecodingError, match="and there is none; leave it out"):
+        generate(target, None, PROMPT, num_proposals=2)
+
+
 class Oracle:
     """A drafter that knows the continuation, right up to a mistake at a chosen place of every block."""
 

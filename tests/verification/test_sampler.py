@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from blockdraft.verification import law, verify
-from blockdraft.verification.sampler import spawn
+from blockdraft.verification.rules import acceptance_states
+from blockdraft.verification.sampler import DRAW_BLOCK, draw, spawn
 
 from toys import toy
 
@@ -104,3 +105,64 @@ def test_an_empty_block_draws_from_the_target():
     verdict = verify("block", p, torch.zeros(1, 0, 3), torch.zeros(1, 0, dtype=torch.long))
     assert verdict.num_accepted.tolist() == [0]
     assert verdict.next_token.tolist() == [1]
+
+
+def test_a_draw_inverts_the_distribution_function():
+    """Against the definition, row by row: the first token whose cumulated probability exceeds the uniform number."""
+    probs = torch.rand(5, 400, 9, generator=torch.Generator().manual_seed(0))
+    probs[..., [0, 4, 8]] = 0
+    probs /= probs.sum(-1, keepdim=True)
+    tokens = draw(probs, torch.Generator().manual_seed(1))
+    uniform = torch.rand(5, 400, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    below = probs.double().cumsum(-1)
+    expected = (below <= uniform * below[..., -1:]).sum(-1)
+    assert torch.equal(tokens, expected)
+    assert set(tokens.unique().tolist()) == {1, 2, 3, 5, 6, 7}
+    frequency = torch.bincount(draw(probs[:1, :1].expand(1, 40_000, 9)).flatten(), minlength=9) / 40_000
+    torch.testing.assert_close(frequency, probs[0, 0], atol=0.015, rtol=0)
+
+
+def test_a_draw_at_the_upper_end_is_a_token_that_can_be(monkeypatch):
+    """The largest uniform number, times a sum that is rounded, must not fall off the end or on an impossible token."""
+    probs = torch.tensor([[0.1, 0.2, 0.7, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, 1 - 2**-53, dtype=torch.float64))
+    assert draw(probs).tolist() == [2, 1]
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape, dtype=torch.float64))
+    assert draw(probs).tolist() == [0, 1]
+
+
+def test_a_draw_from_a_large_vocabulary_inverts_the_distribution_function_too():
+    size = 2 * DRAW_BLOCK**2 + 17
+    probs = torch.rand(300, size, generator=torch.Generator().manual_seed(0)) ** 40
+    probs[:, : DRAW_BLOCK + 3] = 0
+    probs[:, 5 * DRAW_BLOCK : 7 * DRAW_BLOCK] = 0
+    probs[:, -20:] = 0
+    probs /= probs.sum(-1, keepdim=True)
+    tokens = draw(probs, torch.Generator().manual_seed(1))
+    uniform = torch.rand(300, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    below = probs.double().cumsum(-1)
+    assert torch.equal(tokens, (below <= uniform * below[:, -1:]).sum(-1))
+    assert len(tokens.unique()) > 200
+
+
+@pytest.mark.parametrize("share", [0.0, 1 - 2**-53])
+def test_a_draw_at_either_end_of_a_large_vocabulary(share, monkeypatch):
+    size = 2 * DRAW_BLOCK**2
+    probs = torch.zeros(2, size)
+    probs[0, [700, 701, 90_000]] = torch.tensor([0.1, 0.2, 0.7])
+    probs[1, size - 1] = 1
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, share, dtype=torch.float64))
+    assert draw(probs).tolist() == ([700, size - 1] if share == 0 else [90_000, size - 1])
+
+
+def test_acceptance_states_are_those_of_the_recursion():
+    ratio = torch.rand(50, 12, generator=torch.Generator().manual_seed(0)) * 2
+    ratio[::5, 3] = 0
+    ratio[1::5, 4] = 1e38
+    ratio[1::5, 5] = 1e38
+    ratio[1::5, 7] = 0  # behind a product that overflows
+    states = [torch.ones(50)]
+    for i in range(12):
+        states.append((states[-1] * ratio[:, i]).clamp(max=1))
+    torch.testing.assert_close(acceptance_states(ratio), torch.stack(states, 1))
+    assert acceptance_states(ratio[:, :0]).tolist() == [[1]] * 50

@@ -94,6 +94,19 @@ def check_seed(seed: int) -> None:
         raise DecodingError(f"the seed must fit into 64 bits; it is {seed}")
 
 
+def check_num_proposals(drafter: Drafter | None, num_proposals: int | None) -> None:
+    """Refuse a number of proposals that the drafter cannot make; None leaves it to the drafter."""
+    if num_proposals is None:
+        return
+    if drafter is None:
+        raise DecodingError("num_proposals says how many tokens a drafter proposes, and there is none; leave it out")
+    if not 1 <= num_proposals <= drafter.config.num_proposals:
+        raise DecodingError(
+            f"num_proposals must be between 1 and {drafter.config.num_proposals}, which this drafter was trained for; "
+            f"it is {num_proposals}"
+        )
+
+
 def context_limit(target: Target) -> int | None:
     """Return how many tokens the target can read, its ``max_position_embeddings``; None if it does not say."""
     limit: int | None = getattr(target.config, "max_position_embeddings", None)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 
 from blockdraft.drafters.config import DrafterConfig
+from blockdraft.targets.layers import FusedLayer, Mask, Norm, Product, RotaryTable, norm_of, rotated
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -117,45 +118,55 @@ class Layer(nn.Module):
         return out
 
 
+class DraftingWeights:
+    """Arrange a drafter's weights for drafting one block: fused, packed on a CPU, and copied, so not trained.
+
+    The context is the same for all layers, so one product gives the keys and values of all of them.
+    """
+
+    def __init__(self, config: DrafterConfig, fc: nn.Linear, hidden_norm: nn.RMSNorm, layers: Sequence[Layer]) -> None:
+        attentions = [layer.self_attn for layer in layers]
+        self.config = config
+        self.fc, self.hidden_norm = Product(fc.weight), norm_of(hidden_norm)
+        self.context = Product(*(p.weight for a in attentions for p in (a.k_proj, a.v_proj)))
+        weights = torch.stack([a.k_norm.weight for a in attentions])  # [layers, d]
+        self.key_norm = Norm(weights.repeat_interleave(config.num_kv_heads, 0), config.rms_norm_eps)
+        self.layers = [FusedLayer(layer, config.num_heads, config.num_kv_heads, config.head_dim) for layer in layers]
+
+
 class ContextCache:
     """Keep keys and values of the context, layer by layer, in storage allocated once.
 
-    The context is the same for all layers, so one product gives the keys and values of all of them. A block's own are
-    written right behind the context and overwritten by whatever comes next: they are never part of the cache.
+    A block's own keys and values are written right behind the context and overwritten by whatever comes next: they
+    are never part of the cache.
     """
 
-    def __init__(self, config: DrafterConfig, capacity: int, layers: Sequence[Layer]) -> None:
-        attentions = [layer.self_attn for layer in layers]
-        self.projections = torch.cat([p.weight for a in attentions for p in (a.k_proj, a.v_proj)])
-        self.norms = torch.stack([a.k_norm.weight for a in attentions])[:, None, None, None]
-        self.eps = config.rms_norm_eps
-        shape = (config.num_layers, 2, 1, config.num_kv_heads, capacity + config.num_slots, config.head_dim)
-        self.storage = self.projections.new_empty(shape)
-        self.capacity = capacity
+    def __init__(self, weights: DraftingWeights, capacity: int, rotary: Rotary) -> None:
+        config, like = weights.config, weights.fc.weight
+        room = capacity + config.num_slots
+        self.storage = like.new_empty(2, config.num_layers, config.num_kv_heads, room, config.head_dim)
+        self.rotary = RotaryTable(*rotary(torch.arange(room, device=like.device), like.dtype))
+        self.weights, self.capacity = weights, capacity
         self.length = 0
 
-    def extend(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> None:
-        """Append context ``[1, T, H]``."""
-        layers, two, _one, heads, _room, width = self.storage.shape
-        projected = linear(context, self.projections).unflatten(-1, (layers, two, heads, width))
-        k, v = projected.permute(3, 2, 0, 4, 1, 5)  # [layers, 1, heads, T, d]
-        end = self.length + context.shape[1]
-        self.storage[:, 0, :, :, self.length : end] = rotate(rms_norm(k, (width,), eps=self.eps) * self.norms, rotary)
-        self.storage[:, 1, :, :, self.length : end] = v
+    def extend(self, features: Tensor) -> None:
+        """Append the context of features ``[T, K * H]``."""
+        _two, layers, heads, _room, width = self.storage.shape
+        start, end = self.length, self.length + len(features)
+        context = self.weights.hidden_norm(self.weights.fc(features))
+        projected = self.weights.context(context).view(len(features), layers, 2, heads, width)
+        keys = self.weights.key_norm(projected[:, :, 0].flatten(1, 2))  # [T, layers * heads, d]
+        keys = rotated(keys, self.rotary.at(start, end)).unflatten(1, (layers, heads))
+        self.storage[0, :, :, start:end] = keys.permute(1, 2, 0, 3)
+        self.storage[1, :, :, start:end] = projected[:, :, 1].permute(1, 2, 0, 3)
         self.length = end
 
-    def attend(self, layer: int) -> Attend:
-        """Return the attention of one block to all of the context and to itself.
-
-        Nothing is masked, so the query heads that share a key/value head stand in the place of query positions.
-        """
-
-        def run(q: Tensor, k: Tensor, v: Tensor, _context_k: Tensor, _context_v: Tensor) -> Tensor:
-            end = self.length + k.shape[2]
-            keys, values = self.storage[layer, :, :, :, :end]
-            keys[:, :, self.length :] = k
-            values[:, :, self.length :] = v
-            folded = q.reshape(1, k.shape[1], -1, q.shape[3])
-            return scaled_dot_product_attention(folded, keys, values).view(q.shape)
-
-        return run
+    def block(self, x: Tensor) -> Tensor:
+        """Run the layers over a block's stream ``[S, H]``, which sees all of the context and itself."""
+        start, end = self.length, self.length + len(x)
+        new = [part.unbind(0) for part in self.storage[:, :, :, start:end]]
+        held = [part.unsqueeze(1).unbind(0) for part in self.storage[:, :, :, :end]]
+        rotary, mask = self.rotary.at(start, end), Mask()
+        for i, layer in enumerate(self.weights.layers):
+            x = layer(x, rotary, (new[0][i], new[1][i]), (held[0][i], held[1][i]), mask)
+        return x

@@ -10,11 +10,13 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from blockdraft.drafters.attention import Anchors, BlockAttention, FlexAttention, GroupedAttention
-from blockdraft.drafters.backbone import ContextCache, Layer, Rotary
+from blockdraft.drafters.backbone import ContextCache, DraftingWeights, Layer, Rotary
 from blockdraft.drafters.config import DrafterConfig, SlotLayout
 from blockdraft.drafters.heads import ConfidenceHead, MarkovHead
 from blockdraft.errors import BlockdraftError
 from blockdraft.targets import Target
+from blockdraft.targets.layers import Product, weights_key
+from blockdraft.verification.sampler import draw
 
 MakeAttention = Callable[[Anchors, int, int, int], BlockAttention]
 """(anchors, num_slots, num_rows, context_length) -> how the blocks attend."""
@@ -52,7 +54,8 @@ class Drafter(nn.Module, ABC):
         self.rotary = Rotary(config)
         size = config.draft_vocab_size
         self.register_buffer("draft_ids", None if size is None else torch.arange(size))
-        self._reduced_head: tuple[Tensor, Tensor] | None = None
+        self._reduced_head: tuple[Tensor, Product] | None = None
+        self._drafting: tuple[object, DraftingWeights] | None = None
         self.checkpoint_activations = False
         """Recompute each layer in the backward pass instead of keeping what it made."""
 
@@ -105,8 +108,16 @@ class Drafter(nn.Module, ABC):
         if self.draft_ids is None:
             return target.head
         if self._reduced_head is None or self._reduced_head[0] is not target.head:
-            self._reduced_head = (target.head, target.head[self.draft_ids.to(target.device)])
-        return self._reduced_head[1]
+            self._reduced_head = (target.head, Product(target.head[self.draft_ids.to(target.device)]))
+        return self._reduced_head[1].weight
+
+    def _head_product(self, hidden: Tensor, target: Target) -> Tensor:
+        """Return the head's logits ``[1, b, Vd]`` of one block's hidden states ``[1, b, H]``."""
+        if self.draft_ids is None:
+            return target.logits(hidden)
+        self.head(target)
+        assert self._reduced_head is not None
+        return self._reduced_head[1](hidden[0])[None]
 
     def logits(self, hidden: Tensor, previous: Tensor, target: Target) -> Tensor:
         """Return logits ``[A, B, V]`` of hidden ``[A, B, H]``, given the tokens before each position, ``[A, B]``.
@@ -123,15 +134,16 @@ class Drafter(nn.Module, ABC):
 
     @torch.no_grad()
     def new_cache(self, capacity: int) -> ContextCache:
-        """Return an empty context cache for texts of up to ``capacity`` tokens."""
-        return ContextCache(self.config, capacity, self._layers())
+        """Return an empty context cache for texts of up to ``capacity`` tokens, with the weights as they are now."""
+        key = weights_key(self)
+        if self._drafting is None or self._drafting[0] != key:
+            self._drafting = key, DraftingWeights(self.config, self.fc, self.hidden_norm, self._layers())
+        return ContextCache(self._drafting[1], capacity, self.rotary)
 
     @torch.no_grad()
     def extend(self, cache: ContextCache, features: Tensor) -> None:
         """Append the features ``[1, T, K * H]`` of newly committed tokens."""
-        context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
-        positions = cache.length + torch.arange(features.shape[1], device=features.device)
-        cache.extend(context, self.rotary(positions[None], context.dtype))
+        cache.extend(features[0].to(self.fc.weight.dtype))
 
     @torch.no_grad()
     def propose(
@@ -164,12 +176,10 @@ class Drafter(nn.Module, ABC):
                 f"between 1 and that, not {num}"
             )
         num_slots = self.config.slots_for(num)
-        x = self._slots(torch.tensor([anchor], device=target.device), target, self.fc.weight.dtype, num_slots)
-        positions = cache.length + torch.arange(num_slots, device=x.device)
-        rotary = self.rotary(positions[None], x.dtype)
-        for i, layer in enumerate(self._layers()):
-            x = layer.block(x, rotary, (x, x), cache.attend(i))
-        return self._draft(self._predictions(self.norm(x)), anchor, target, temperature, generator)
+        slots = [anchor] + [self.config.mask_token_id] * (num_slots - 1)
+        x = target.embed(torch.tensor(slots, device=target.device)).to(self.fc.weight.dtype)
+        hidden = self._predictions(self.norm(cache.block(x))[None])
+        return self._draft(hidden, anchor, target, temperature, generator)
 
     @abstractmethod
     def _draft(
@@ -217,8 +227,8 @@ class DFlash(Drafter):
         self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
     ) -> Proposal:
         del anchor
-        probs = draft_probs_of(linear(hidden.to(target.dtype), self.head(target)), temperature)
-        tokens = torch.multinomial(probs[0], 1, generator=generator).T
+        probs = draft_probs_of(self._head_product(hidden.to(target.dtype), target), temperature)
+        tokens = draw(probs, generator)
         return Proposal(self._token_ids(tokens), self._spread(probs, 0.0))
 
 
@@ -244,14 +254,14 @@ class DSpark(Drafter):
     def _draft(
         self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
     ) -> Proposal:
-        base = linear(hidden.to(target.dtype), self.head(target))[0].float()
+        base = self._head_product(hidden.to(target.dtype), target)[0].float()
         previous = torch.tensor([anchor], device=hidden.device)
         state = self.markov_head.initial_state(hidden)
         tokens, rows = [], []
         for k in range(hidden.shape[1]):
             embedded, state = self.markov_head.step(hidden[:, k], previous, state)
             probs = draft_probs_of(base[k : k + 1] + self.markov_head.markov_w2(embedded).float(), temperature)
-            previous = self._token_ids(torch.multinomial(probs, 1, generator=generator).squeeze(1))
+            previous = self._token_ids(draw(probs, generator))
             tokens.append(previous)
             rows.append(probs)
         return Proposal(torch.stack(tokens, 1), self._spread(torch.stack(rows, 1), 0.0))
@@ -260,7 +270,7 @@ class DSpark(Drafter):
 def draft_probs_of(logits: Tensor, temperature: float) -> Tensor:
     """Return q from logits ``[..., V]``, in float32; temperature 0 is one-hot at the argmax."""
     if temperature == 0:
-        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
     return (logits.float() / temperature).softmax(-1)
 
 

@@ -29,7 +29,7 @@ class Sampling:
     def probs(self, logits: Tensor) -> Tensor:
         """``[..., V]`` probabilities in float32."""
         if self.temperature == 0:
-            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
         logits = logits.float() / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             lowest = logits.topk(self.top_k, -1).values[..., -1:]

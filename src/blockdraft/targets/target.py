@@ -13,12 +13,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from blockdraft.errors import BlockdraftError
 from blockdraft.targets.attention import Span, SpanAttention, attending, span_positions
 from blockdraft.targets.cache import KVCache
+from blockdraft.targets.decoder import Decoder, decoder_of
+from blockdraft.targets.layers import weights_key
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By the names that users and configurations give them."""
 
 NORMALIZER_BYTES = 2**26
 """Size of the logits that `Target.normalizer` makes at once."""
+
+FEW_ROWS = 64
+"""Up to so many rows, a product with the head uses packed weights where there are any."""
 
 Message = dict[str, str]
 """``{"role": "user", "content": "..."}``."""
@@ -82,6 +87,10 @@ class Target:
         self.eos_ids = _eos_ids(model, tokenizer)
         self._given_mask = mask_token_id
         self._features: dict[int, Tensor] = {}
+        self.use_decoder = True
+        """Decode with the package's own forward pass where there is one; False goes through transformers."""
+        self._decoder: Decoder | None = None
+        self._decoder_key: object = None
         self._refuse_unfaithful()
 
     @property
@@ -108,7 +117,16 @@ class Target:
         return choose_layers(self.name, self.num_layers, num_features)
 
     def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for texts of up to ``capacity`` tokens."""
+        """An empty cache for texts of up to ``capacity`` tokens.
+
+        With the first cache, and with the first after the weights have changed, `Decoder` copies the weights of a
+        small target of a known family; one text at a time behind a cache then goes through it.
+        """
+        key = weights_key(self.model) if self.use_decoder else None
+        if key is None:
+            self._decoder, self._decoder_key = None, None
+        elif key != self._decoder_key:
+            self._decoder, self._decoder_key = decoder_of(self.model), key
         return KVCache(self.num_layers, capacity)
 
     @torch.no_grad()
@@ -129,6 +147,9 @@ class Target:
         for layer in layers:
             if not 0 <= layer < self.num_layers - 1:
                 raise ValueError(f"{self.name} has features of layers 0 to {self.num_layers - 2}, not of {layer}")
+        if self._decoder is not None and cache is not None and spans is None and tokens.shape[0] == 1:
+            hidden, features = self._decoder.forward(tokens[0], cache, layers)
+            return TargetOutput(hidden[None], None if features is None else features[None])
         decoder = self.model.model
         hooks = [decoder.layers[layer].register_forward_hook(self._keep(layer)) for layer in layers]
         try:
@@ -149,6 +170,8 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` from hidden states after the final norm."""
+        if self._decoder is not None and hidden.dim() > 1 and hidden.shape[:-1].numel() <= FEW_ROWS:
+            return self._decoder.head(hidden.flatten(0, -2)).view(*hidden.shape[:-1], self.vocab_size)
         return torch.nn.functional.linear(hidden, self.head)
 
     @torch.no_grad()

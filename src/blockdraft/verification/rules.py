@@ -151,11 +151,17 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def acceptance_states(ratio: Tensor) -> Tensor:
-    """a_0, .., a_B ``[N, B+1]`` from the ratios p_i(x_i)/q_i(x_i) ``[N, B]``: a_i = min(1, a_{i-1} ratio_i)."""
-    states = [ratio.new_ones(ratio.shape[0])]
-    for i in range(ratio.shape[1]):
-        states.append((states[-1] * ratio[:, i]).clamp(max=1))
-    return torch.stack(states, 1)
+    """a_0, .., a_B ``[N, B+1]`` from the ratios p_i(x_i)/q_i(x_i) ``[N, B]``: a_i = min(1, a_{i-1} ratio_i).
+
+    That is the least of the products of ratios j + 1 to i over j = 0, .., i, the empty one being 1: a handful of
+    operations instead of three for each position.
+    """
+    num = ratio.shape[1]
+    steps = torch.arange(num + 1, device=ratio.device)
+    inside = steps[1:] > steps[:, None]  # [j, i]
+    products = torch.where(inside, ratio.unsqueeze(1), 1).cumprod(-1)  # [N, j, i]: 1 for i <= j
+    least = products.nan_to_num_(nan=torch.inf, posinf=torch.inf).amin(1)  # a product that overflowed, times 0
+    return torch.nn.functional.pad(least, (1, 0), value=1.0)
 
 
 def probability_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
@@ -168,9 +174,15 @@ def probability_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
 
 
 def drafted(
-    rule: str, target_probs: Tensor, draft_probs: Tensor | None, draft_tokens: Tensor, lengths: Tensor | None
+    rule: str,
+    target_probs: Tensor,
+    draft_probs: Tensor | None,
+    draft_tokens: Tensor,
+    lengths: Tensor | None,
+    *,
+    check: bool = True,
 ) -> Drafted:
-    """The blocks in float32 (float64 if p is); refuses what does not belong together."""
+    """The blocks in float32 (float64 if p is); refuses what does not belong together, by values only if ``check``."""
     if rule not in RULES:
         raise ValueError(f"unknown verification rule {rule!r}; known: {', '.join(RULES)}")
     if draft_tokens.dim() != 2:
@@ -189,15 +201,16 @@ def drafted(
         raise ValueError(f"{rule} verification needs draft_probs [N, B, V] = {list(expected)}, got {got}")
     if lengths is None:
         lengths = torch.full((num_blocks,), block_size, device=target_probs.device)
-    elif lengths.shape != (num_blocks,) or bool(((lengths < 0) | (lengths > block_size)).any()):
+    elif lengths.shape != (num_blocks,) or (check and bool(((lengths < 0) | (lengths > block_size)).any())):
         raise ValueError(f"lengths must be [N] = [{num_blocks}] and lie between 0 and {block_size}")
     inside = torch.arange(block_size, device=target_probs.device) < lengths[:, None]
     tokens = torch.where(inside, draft_tokens, 0)
-    if bool(((tokens < 0) | (tokens >= vocab_size)).any()):
-        raise ValueError(f"a draft token lies outside the vocabulary of {vocab_size}")
-    kept_rows = torch.arange(block_size + 1, device=target_probs.device) <= lengths[:, None]
-    for name, probs, kept in (("target_probs", target_probs, kept_rows), ("draft_probs", draft_probs, inside)):
-        if not bool(((probs.sum(-1, dtype=torch.float32) - 1).abs() < 0.02)[kept].all()):
-            raise ValueError(f"{name} must be probabilities: a row does not sum to one")
+    if check:
+        if bool(((tokens < 0) | (tokens >= vocab_size)).any()):
+            raise ValueError(f"a draft token lies outside the vocabulary of {vocab_size}")
+        kept_rows = torch.arange(block_size + 1, device=target_probs.device) <= lengths[:, None]
+        for name, probs, kept in (("target_probs", target_probs, kept_rows), ("draft_probs", draft_probs, inside)):
+            if not bool(((probs.sum(-1, dtype=torch.float32) - 1).abs() < 0.02)[kept].all()):
+                raise ValueError(f"{name} must be probabilities: a row does not sum to one")
     dtype = torch.float64 if target_probs.dtype == torch.float64 else torch.float32
     return Drafted(target_probs.to(dtype), draft_probs.to(dtype), tokens, lengths.long(), inside)

@@ -1,0 +1,246 @@
+"""A Qwen3- or Llama-style decoder layer for one text, in few operations; targets and drafters share it.
+
+A round of speculative decoding passes 1 to 16 tokens through small matrices, so that the number of operations and
+the layout of the weights decide about its time. Here the products of queries, keys and values are one, those of gate
+and up are one, residuals are added by the product before them, and on a CPU the weights are packed once in the layout
+of oneDNN instead of at every call.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+from blockdraft.selfcheck import compare, passes_check
+
+PACKED_ROWS = 8
+"""The number of rows that packed weights are laid out for; they serve any other as well."""
+
+PACKED_SIZE = 2**17
+"""Weights with fewer numbers are not packed: calling oneDNN takes as long as it saves."""
+
+MASKED_ROWS = 64
+"""Up to so many rows behind a cache share a mask that is made once."""
+
+
+class Product:
+    """Compute ``x W^T + b`` for rows x ``[T, in]``, with W the given weights ``[out, in]`` one under the other.
+
+    On a CPU one row is fastest with W transposed in memory, and several are with W packed.
+    """
+
+    def __init__(self, *weights: Tensor, bias: Tensor | None = None, copy: bool = True) -> None:
+        self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self.bias = bias
+        self._across = self.weight.t()
+        if copy and self.weight.device.type == "cpu":
+            self._across = self._across.contiguous()
+        self._packed = _pack(self.weight) if copy and can_pack(self.weight) else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles hold the weights; packed ones can do neither, and are made again."""
+        return _product, (self.weight, self.bias, self._packed is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``[T, out]``."""
+        if self._packed is not None and x.shape[0] > 1:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
+            return out
+        if self.bias is None:
+            return torch.mm(x, self._across)
+        return torch.addmm(self.bias, x, self._across)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return ``residual + x W^T + b``."""
+        if self._packed is not None and x.shape[0] > 1:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
+            return out
+        if self.bias is None:
+            return torch.addmm(residual, x, self._across)
+        return residual + torch.addmm(self.bias, x, self._across)
+
+
+def _product(weight: Tensor, bias: Tensor | None, copy: bool) -> Product:
+    return Product(weight, bias=bias, copy=copy)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+    return packed
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Return whether products with this weight can use oneDNN's layout: in float32, on a CPU where it is right."""
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() < PACKED_SIZE:
+        return False
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return passes_check("packing weights with oneDNN", weight.device, _check_packing)
+
+
+def _check_packing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x, y = (torch.randn(rows, cols, generator=generator) for rows, cols in ((24, 40), (5, 40), (5, 24)))
+    packed = _pack(weight)
+    found = torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
+    compare("a product", found, x @ weight.T, 1e-5)
+    found = torch.ops.mkldnn._linear_pointwise.binary(x, y, packed, None, "add")
+    compare("a product with a sum", found, y + x @ weight.T, 1e-5)
+
+
+class Norm:
+    """Compute ``w x / sqrt(mean(x^2) + eps)`` over the last dimension; ``w`` is ``[.., d]``.
+
+    PyTorch has no kernel of its own for it on a CPU. In float32, ``sqrt(d) w x / hypot(|x|, sqrt(d eps))`` takes half
+    the time. In other dtypes the mean is taken as transformers does, in float32, or in x's own precision.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, *, in_float32: bool = False) -> None:
+        width = weight.shape[-1]
+        self.weight, self.eps, self.in_float32 = weight, eps, in_float32
+        self._scaled = weight * width**0.5
+        self._floor = weight.new_tensor((width * eps) ** 0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
+            return (x / length).mul_(self._scaled)
+        if not self.in_float32:
+            return rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+        y = x.float()
+        y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return self.weight * y.to(x.dtype)
+
+
+class RotaryTable:
+    """Keep cos and sin of all positions, ``[P, 1, d]``, the signs of the rotation in the sines."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        half = cos.shape[-1] // 2
+        self.cos = cos.unsqueeze(1).contiguous()
+        self.sin = torch.cat([-sin[:, :half], sin[:, half:]], -1).unsqueeze(1)
+
+    def at(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the positions ``start <= t < end``."""
+        return self.cos[start:end], self.sin[start:end]
+
+
+def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate ``[T, heads, d]`` by the rows of a `RotaryTable`: ``x cos + [-x_2 ; x_1] sin``."""
+    cos, sin = rotary
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class FusedLayer:
+    """A layer of attention and SwiGLU, made from the weights of a module with transformers' names."""
+
+    def __init__(self, layer: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [p.bias for p in projections if p.bias is not None]
+        self.qkv = Product(*(p.weight for p in projections), bias=torch.cat(biases) if biases else None)
+        self.output = Product(attention.o_proj.weight, bias=attention.o_proj.bias)
+        self.gate_up = Product(mlp.gate_proj.weight, mlp.up_proj.weight)
+        self.down = Product(mlp.down_proj.weight)
+        self.input_norm, self.middle_norm = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
+        self.head_norm = None
+        if hasattr(attention, "q_norm"):
+            counts = ((attention.q_norm, num_heads), (attention.k_norm, num_kv_heads))
+            weight = torch.cat([norm.weight.expand(count, -1) for norm, count in counts])
+            self.head_norm = _norm(attention.q_norm, weight)
+
+    def __call__(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], new: Sequence[Tensor], held: Sequence[Tensor], mask: "Mask"
+    ) -> Tensor:
+        """Map a stream ``[T, H]`` to ``[T, H]``.
+
+        Args:
+            x: the stream.
+            rotary: rows of a `RotaryTable`.
+            new: where the T keys and values are written, ``[kv_heads, T, d]`` each.
+            held: keys and values that are attended to, those written here included, ``[1, kv_heads, L, d]`` each.
+            mask: who sees whom.
+        """
+        num_rows, num_rotated = x.shape[0], self.num_heads + self.num_kv_heads
+        states = self.qkv(self.input_norm(x)).view(num_rows, -1, self.head_dim)
+        values = states[:, num_rotated:]
+        states = states[:, :num_rotated]
+        states = rotated(states if self.head_norm is None else self.head_norm(states), rotary)
+        new[0].copy_(states[:, self.num_heads :].transpose(0, 1))
+        new[1].copy_(values.transpose(0, 1))
+        x = self.output.add_to(x, self._attend(states[:, : self.num_heads], held, mask))
+        gate, up = self.gate_up(self.middle_norm(x)).chunk(2, -1)
+        return self.down.add_to(x, silu(gate).mul_(up))
+
+    def _attend(self, queries: Tensor, held: Sequence[Tensor], mask: "Mask") -> Tensor:
+        """Attend with queries ``[T, heads, d]``; ``[T, heads * d]``.
+
+        The query heads that share a key/value head stand in the place of query positions, so that keys and values
+        are not repeated.
+        """
+        num_rows, (keys, values) = queries.shape[0], held
+        if mask.is_causal:
+            query = queries.transpose(0, 1).unsqueeze(0)
+            causal: Tensor = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+            return causal[0].transpose(0, 1).flatten(1)
+        grouped = queries.view(num_rows, self.num_kv_heads, -1, self.head_dim)
+        folded = grouped.transpose(0, 1).reshape(1, self.num_kv_heads, -1, self.head_dim)
+        out: Tensor = scaled_dot_product_attention(folded, keys, values, attn_mask=mask.values)
+        return out.view(self.num_kv_heads, num_rows, -1, self.head_dim).transpose(0, 1).reshape(num_rows, -1)
+
+
+class Mask:
+    """Say who sees whom in a pass: everybody everything, causally from the start, or by a mask ``[T * groups, L]``."""
+
+    def __init__(self, values: Tensor | None = None, *, is_causal: bool = False) -> None:
+        self.values, self.is_causal = values, is_causal
+
+
+class CausalMasks:
+    """Make the masks of T rows behind any number of held tokens; most of them are slices of one tensor."""
+
+    def __init__(self, groups: int, like: Tensor) -> None:
+        self.groups, self.like = groups, like
+        self._capacity, self._whole = 0, like.new_empty(0)
+
+    def at(self, start: int, end: int, capacity: int) -> Mask:
+        """Return the mask of the rows ``start <= t < end``."""
+        num_rows = end - start
+        if num_rows == 1:
+            return Mask()
+        if start == 0:
+            return Mask(is_causal=True)
+        if num_rows > MASKED_ROWS:
+            return Mask(self._make(num_rows, start)[:, :end])
+        if capacity > self._capacity:
+            self._capacity, self._whole = capacity, self._make(MASKED_ROWS, capacity)
+        shift = self._capacity - start
+        return Mask(self._whole[: num_rows * self.groups, shift : shift + end])
+
+    def _make(self, num_rows: int, start: int) -> Tensor:
+        """Return ``[rows * groups, start + rows]``: row r sees the first ``start + r + 1`` columns."""
+        columns = torch.arange(start + num_rows, device=self.like.device)
+        rows = torch.arange(num_rows, device=self.like.device).repeat_interleave(self.groups)
+        hidden = columns > start + rows[:, None]
+        return torch.zeros(hidden.shape, dtype=self.like.dtype, device=self.like.device).masked_fill_(
+            hidden, -torch.inf
+        )
+
+
+def norm_of(module: Any) -> Norm:
+    """Return the norm of an RMSNorm module, PyTorch's or transformers'."""
+    return _norm(module, module.weight)
+
+
+def _norm(module: Any, weight: Tensor) -> Norm:
+    if hasattr(module, "variance_epsilon"):
+        return Norm(weight, module.variance_epsilon, in_float32=True)
+    return Norm(weight, module.eps)
+
+
+def weights_key(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Return what changes with a module's weights: addresses and counts of changes in place."""
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
