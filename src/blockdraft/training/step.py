@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 from blockdraft.data import Batch
 from blockdraft.drafters import Drafter
 from blockdraft.losses import BlockStatistics, Objective, block_scores, block_statistics, fused_linear_objective
+from blockdraft.losses.fused import TargetIndex
 from blockdraft.losses.reduced import ReducedTarget, draft_index, restrict_labels
 from blockdraft.targets import Target, TargetOutput
 
@@ -33,7 +34,6 @@ class TrainingStep(nn.Module):
             features = output.features if self.precision != torch.float32 else output.features.float()
             hidden = self.drafter(features, batch.anchor_tokens, batch.anchors, self.target)
             markov = self.drafter.markov(hidden, batch.previous)
-        target_hidden = batch.at_blocks(output.hidden)
         head, labels, valid = self.drafter.head(self.target), batch.labels, batch.valid
         reduced = None
         if self.drafter.draft_ids is not None:
@@ -41,8 +41,8 @@ class TrainingStep(nn.Module):
             reduced = self._reduced(batch, output, objective.temperature)
         if self.fused:
             value = fused_linear_objective(
-                objective, hidden, target_hidden, head, head, labels, valid, markov, reduced=reduced,
-                segments=batch.segments,
+                objective, hidden, batch.read_by_blocks(output.hidden), head, head, labels, valid, markov,
+                reduced=reduced, segments=batch.segments, target_index=TargetIndex(batch.read_index, batch.read_bounds),
             )  # fmt: skip
             assert value.stats is not None
             assert value.survival is not None
@@ -50,7 +50,7 @@ class TrainingStep(nn.Module):
         logits = hidden.to(self.target.dtype) @ head.T
         if markov is not None:
             logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
-        target_logits = linear(target_hidden, head)
+        target_logits = linear(batch.at_blocks(output.hidden), head)
         options: dict[str, Any] = {"temperature": objective.temperature, "reduced": reduced}
         value = objective(logits, target_logits, labels, valid, reduced=reduced, segments=batch.segments)
         stats = block_statistics(logits, target_logits, labels, valid, **options)
