@@ -147,7 +147,7 @@ def make_target(name: str) -> Target:
 def dataset() -> TextDataset:
     """Return texts long enough that a step has its blocks."""
     text = list(range(1000, 1000 + TOKENS))
-    return TextDataset.of([Completion(str(i), text[:PROMPT], text[PROMPT:], "stop") for i in range(2 * TEXTS)])
+    return TextDataset.of([Completion(str(i), text[:PROMPT], text[PROMPT:], "stop") for i in range(6 * TEXTS)])
 
 
 def make_trainer(recipe: Recipe, target: Target, folder: Path) -> trainer.Trainer:
@@ -161,7 +161,7 @@ def share(name: str, *assignments: str) -> Recipe:
     """Return a recipe with one device's share of the paper's batch."""
     fields = [
         f"batch.num_texts={TEXTS}", f"batch.num_anchors={BLOCKS}", "data.path=there", "data.num_heldout=0",
-        "runtime.device=cuda", *assignments,
+        "runtime.device=cuda", "runtime.compile=false", *assignments,
     ]  # fmt: skip
     return load_recipe(name, fields)
 

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ def pretend() -> None:
     torch.cuda.is_bf16_supported = lambda *_, **__: True
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: 1
+    torch.cuda.mem_get_info = lambda *_: (40 * 2**30, 80 * 2**30)
+    torch.cuda.memory_reserved = torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda *_: 0
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30)
     for module in (_foreach_utils, sys.modules["torch.optim.optimizer"]):
         module._foreach_supported_types.append(FakeTensor)
 
@@ -147,9 +151,12 @@ class Tally(TorchDispatchMode):
             read += found
             if argument.alias_info is not None and argument.alias_info.is_write and not returns:
                 out = out + found
+        masks = [x for x in read if x.dtype is torch.bool] if func.namespace == "blockdraft" else []
         for x in read + out:
             if x.dim() >= 2 and x.untyped_storage()._cdata not in self._there_before:
-                self.by_shape[x.shape[-2], x.shape[-1]] += x.numel() * x.itemsize
+                rows = len(masks[0]) if masks and x.dim() == 2 else x.shape[-2]  # a kernel reads shared rows again
+                num = x.numel() // max(1, x.shape[-2]) * rows
+                self.by_shape[x.shape[-2], x.shape[-1]] += num * x.itemsize
         return result
 
     def restart(self) -> None:
@@ -207,6 +214,7 @@ class Tally(TorchDispatchMode):
 
         def freed(_ref: Any) -> None:
             self._storages.pop(key, None)
+            self._there_before.discard(key)
             self.live -= size
 
         self._storages[key] = weakref.ref(storage, freed)

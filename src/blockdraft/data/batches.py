@@ -64,6 +64,7 @@ class Batch:
     read_index: ``[A, B]`` which of them predicts each label; where there is none, one that the block reads anyhow.
     read_bounds: ``[A, 2]`` always on the CPU: block a reads ``read_bounds[a, 0] <= p < read_bounds[a, 1]``.
     uniforms: ``[A]`` of `TextAnchors`, where anchors walk.
+    loaded: what `Features.load` read for the batch ahead of time.
     segments: ``[A]`` always on the CPU: a number for each block, the same for blocks at consecutive anchors of one run.
     """
 
@@ -79,6 +80,7 @@ class Batch:
     read_bounds: Tensor
     uniforms: Tensor | None = None
     segments: Tensor | None = None
+    loaded: tuple[Tensor, ...] = ()
 
     @property
     def anchor_tokens(self) -> Tensor:
@@ -118,7 +120,7 @@ class Batch:
         anchors = Anchors(*(change(x) for x in (self.anchors.row, self.anchors.position, self.anchors.start)))
         names = ("tokens", "positions", "block_tokens", "valid", "read_positions", "read_index", "uniforms")
         changed = {name: change(getattr(self, name)) for name in names if getattr(self, name) is not None}
-        return replace(self, anchors=anchors, **changed)
+        return replace(self, anchors=anchors, loaded=tuple(map(change, self.loaded)), **changed)
 
 
 class BatchSampler:
@@ -239,8 +241,8 @@ class BatchSampler:
         assert batch.uniforms is not None
         survival = torch.where(batch.valid, survival, 0.0)
         kept = (survival >= batch.uniforms[:, None]).sum(-1)
-        ends = (batch.anchors.position - batch.anchors.start + kept + 1).cpu().numpy()
-        starts = batch.anchors.start.cpu().numpy()
+        ends = batch.anchors.position - batch.anchors.start + kept + 1
+        ends, starts = torch.stack([ends, batch.anchors.start]).cpu().numpy()  # the host waits once
         for text, span in zip(batch.texts, batch.spans, strict=True):
             next_starts = ends[starts == span.start] - self.dataset.prompt_lengths[text]
             self.next_walk[text] = np.where(next_starts < self.num_eligible[text], next_starts, 0)
