@@ -25,7 +25,8 @@ from blockdraft.losses import kernels
 
 ARCHITECTURES = (80, 90, 100)
 DTYPES = ("bf16", "fp32")
-PER_ROW = {"valid": "*i1", "labels": "*i64", "argmax": "*i64"}
+INDICES = ("target_index", "first_index", "second_index")
+PER_ROW = {"valid": "*i1", "labels": "*i64", "argmax": "*i64", **dict.fromkeys(INDICES, "*i64")}
 LOGITS = {"logits", "draft", "target", "first", "second"}
 NUMBERS = {"inverse_temperature": "fp32", "log_vocab_size": "fp32", "num_rows": "i32"}
 ALIGNED = {"stride", "draft_stride", "target_stride", "first_stride", "second_stride", "vocab_size"}
@@ -71,6 +72,8 @@ def variants() -> Iterator[tuple[Any, str, dict[str, Any]]]:
 def compile_kernel(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> tuple[str, int]:
     """Return the PTX of a kernel and the shared memory it takes."""
     constants = constants | {"TILE": kernels.TILE}
+    indexed = {"INDEXED": True, "FIRST_INDEXED": True, "SECOND_INDEXED": False}  # as in training
+    constants |= {name: value for name, value in indexed.items() if name in kernel.arg_names}
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:

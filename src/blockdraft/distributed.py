@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from blockdraft.errors import BlockdraftError
@@ -83,15 +83,39 @@ class Distributed:
         if self.is_distributed:
             dist.barrier()
 
-    def wrap(self, module: nn.Module, parallel: str, layers: list[nn.Module]) -> nn.Module:
-        """Replicate (``ddp``) or shard (``fsdp``) a module over the processes."""
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Let the processes of a node run the body one after the other, where each needs much of the host's memory.
+
+        On CPUs they run at once: what they load stays in the host's memory anyhow.
+        """
+        turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.is_distributed and self.device.type != "cpu" else 1
+        mine = int(os.environ.get("LOCAL_RANK", "0")) if turns > 1 else 0
+        for _ in range(mine):
+            self.barrier()
+        try:
+            yield
+        finally:
+            for _ in range(turns - mine if turns > 1 else 0):
+                self.barrier()
+
+    def wrap(
+        self, module: nn.Module, parallel: str, layers: list[nn.Module], precision: torch.dtype = torch.float32
+    ) -> nn.Module:
+        """Replicate (``ddp``) or shard (``fsdp``) a module over the processes.
+
+        Sharded weights are gathered in ``precision``; gradients are summed in float32 either way.
+        """
         if not self.is_distributed:
             return module
         if parallel == "fsdp":
-            shard(module, layers)
+            shard(module, layers, precision)
             return module
         devices = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=devices)
+        # gradients live in the buckets that are sent, and no buffer changes, so none need be sent
+        return DistributedDataParallel(
+            module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
 
     @contextmanager
     def accumulating(self, module: nn.Module, last: bool) -> Iterator[None]:
@@ -110,8 +134,23 @@ class Distributed:
             dist.destroy_process_group()
 
 
-def shard(module: nn.Module, layers: list[nn.Module]) -> None:
+def shard(module: nn.Module, layers: list[nn.Module], precision: torch.dtype = torch.float32) -> None:
     """Shard a module with FSDP2: each layer is a group of its own, the rest belongs to the root."""
+    policy = MixedPrecisionPolicy()
+    if precision != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     for layer in layers:
-        fully_shard(layer)
-    fully_shard(module)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(module, mp_policy=policy)
+
+
+def shard_frozen(module: nn.Module, layers: list[nn.Module]) -> None:
+    """Shard the layers of a module that does not train; what else it holds stays whole in every process.
+
+    The module is the root, so that a layer is gathered for its own pass and given up after it. A layer that is a root
+    itself would stay gathered after its first pass.
+    """
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(module, ignored_params={parameter for parameter in module.parameters() if parameter not in inside})

@@ -125,6 +125,24 @@ def test_a_batch_holds_the_right_tokens_and_masks(lengths, num_proposals, num_pa
     assert sorted(seen) == sorted(whole)  # every anchor once, whatever the number of parts
 
 
+@given(LENGTHS, st.integers(1, 7), st.integers(0, 30), st.integers(1, 30))
+def test_every_position_that_predicts_a_label_is_read_once(lengths, num_proposals, first, num_blocks):
+    paths = paths_of(lengths)
+    batch = collate(
+        [each for each in plan_of(paths, num_proposals=num_proposals).step(0, 0) if len(each.anchors)],
+        paths,
+        num_proposals,
+    )
+    where = torch.arange(batch.tokens.numel()).view_as(batch.tokens)
+    read = batch.read_by_blocks(where)
+    assert (read.diff() > 0).all()
+    assert torch.equal(read[batch.read_index][batch.valid], batch.at_blocks(where)[batch.valid])
+    assert set(batch.read_index[batch.valid].tolist()) == set(range(len(read)))
+    some = slice(first % len(batch.valid), first % len(batch.valid) + num_blocks)
+    begin, end = batch.read_bounds[some, 0].min(), batch.read_bounds[some, 1].max()
+    assert batch.read_index[some].unique().tolist() == list(range(begin, end))  # neighbours read neighbours
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30))
 def test_packed_texts_lie_end_to_end(lengths):
     spans = pack(lengths)

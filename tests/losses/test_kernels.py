@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from test_fused import leaves_of, problem, with_leaves
+from test_shared_rows import expanded, overlapping
 
 from blockdraft.losses import (
     OUTSIDE,
@@ -23,6 +24,7 @@ from blockdraft.losses import (
     restrict_labels,
     restrict_target,
 )
+from blockdraft.losses.fused import TargetIndex
 from blockdraft.losses.objective import differentiate
 from blockdraft.losses.reference import reference_loss
 from blockdraft.losses.rows import Rows
@@ -121,6 +123,36 @@ def test_fused_with_kernels_equals_fused_without(name, options, masked):
     expected.loss.backward()
     for got, want in zip(leaves_of(fast), leaves_of(slow), strict=True):
         assert_close(got.grad, want.grad, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_trusted")
+@pytest.mark.parametrize(("name", "options"), ONE_OF_A_KIND)
+def test_rows_of_the_target_that_blocks_share(name, options):
+    data, rows = overlapping(dtype=torch.float32)
+    obj, index = objective(name, **options), TargetIndex(rows.to(DEVICE))
+    fast, slow = with_leaves(on_device(data)), with_leaves(on_device(expanded(data, rows)))
+    value = fused_linear_objective(obj, **fast, target_index=index, chunk_blocks=6, kernels=True)
+    expected = fused_linear_objective(obj, **slow, chunk_blocks=6, kernels=False)
+    for part in ("loss", "per_block", "survival"):
+        assert_close(getattr(value, part), getattr(expected, part), rtol=1e-5)
+    for part in ("greedy", "token", "block", "accuracy", "agreement"):
+        assert_close(getattr(value.stats, part), getattr(expected.stats, part), rtol=1e-5)
+    value.loss.backward()
+    expected.loss.backward()
+    for got, want in zip(leaves_of(fast), leaves_of(slow), strict=True):
+        assert_close(got.grad, want.grad, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.parametrize("name", ["bv", "kl", "rkl"])
+def test_the_check_on_first_use_shares_rows_where_training_does(name, monkeypatch):
+    data, rows = overlapping(dtype=torch.float32)
+    operator = {"bv": "launch_overlaps"}.get(name, "launch_divergence")
+    calls = count_calls(monkeypatch, operator)
+    fused_linear_objective(objective(name), **on_device(data), target_index=TargetIndex(rows.to(DEVICE)), stats=False)
+    with_index = [call for call in calls if any(each is not None for each in call[7:9])]
+    assert calls
+    assert len(with_index) == len(calls)
 
 
 @pytest.mark.usefixtures("_trusted")
@@ -345,7 +377,7 @@ def count_calls(monkeypatch, name, spoil=None):
     calls, launch = [], getattr(kernels, name)
 
     def counted(*arguments, **options):
-        calls.append(name)
+        calls.append(arguments)
         launch(*arguments, **options)
         if spoil is not None:
             spoil(*arguments)

@@ -142,10 +142,11 @@ def train(
     distributed = Distributed(loaded.runtime.device)
     run = out or Path("runs") / Path(recipe).stem
     try:
-        target = load_target(
-            loaded.target.name, dtype=precision(loaded.target.dtype), device=distributed.device,
-            mask_token_id=loaded.target.mask_token_id,
-        )  # fmt: skip
+        with distributed.in_turn():
+            target = load_target(
+                loaded.target.name, dtype=precision(loaded.target.dtype), device=distributed.device,
+                mask_token_id=loaded.target.mask_token_id,
+            )  # fmt: skip
         if dry_run:
             for line in check(loaded, target, distributed):
                 if distributed.is_main:
@@ -190,9 +191,9 @@ def train(
 
 def _note(metrics: dict[str, Any]) -> str:
     """Return what the last step measured, the most telling number first."""
-    blocks = metrics["num_blocks"] * metrics["steps_per_second"]
     return (
-        f"loss {metrics['loss']:.3f}, accepted {metrics['length_block']:.2f}, {blocks:,.0f} blocks/s, "
+        f"loss {metrics['loss']:.3f}, accepted {metrics['length_block']:.2f}, "
+        f"{metrics['blocks_per_second']:,.0f} blocks/s, "
         f"lr {metrics['learning_rate']:.1e}, waiting {metrics['waiting_for_data']:.0%}"
     )
 

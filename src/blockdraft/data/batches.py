@@ -10,7 +10,7 @@ each is read as if it were alone. A `Span` says where a text lies; positions
 count from the start of each text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -60,8 +60,12 @@ class Batch:
     anchors: where the blocks stand.
     block_tokens: ``[A, B + 1]`` the anchor's token and the B that follow it; zeros where the response has ended.
     valid: ``[A, B]`` which of them exist: a prefix of each block.
+    read_positions: ``[P]`` the positions, counted through all rows, whose hidden state predicts a label of a block.
+    read_index: ``[A, B]`` which of them predicts each label; where there is none, one that the block reads anyhow.
+    read_bounds: ``[A, 2]`` always on the CPU: block a reads ``read_bounds[a, 0] <= p < read_bounds[a, 1]``.
     uniforms: ``[A]`` of `TextAnchors`, where anchors walk.
-    segments: ``[A]`` a number for each block, the same for blocks at consecutive anchors of one run.
+    loaded: what `Features.load` read for the batch ahead of time.
+    segments: ``[A]`` always on the CPU: a number for each block, the same for blocks at consecutive anchors of one run.
     """
 
     tokens: Tensor
@@ -71,8 +75,12 @@ class Batch:
     anchors: Anchors
     block_tokens: Tensor
     valid: Tensor
+    read_positions: Tensor
+    read_index: Tensor
+    read_bounds: Tensor
     uniforms: Tensor | None = None
     segments: Tensor | None = None
+    loaded: tuple[Tensor, ...] = ()
 
     @property
     def anchor_tokens(self) -> Tensor:
@@ -95,12 +103,24 @@ class Batch:
         positions = (self.anchors.position[:, None] + steps).clamp(max=hidden.shape[1] - 1)
         return hidden[self.anchors.row[:, None], positions]
 
+    def read_by_blocks(self, hidden: Tensor) -> Tensor:
+        """Return ``[P, ..]``: of values ``[N, T, ..]`` at every position, each that a block reads, once."""
+        return hidden.flatten(0, 1).index_select(0, self.read_positions)
+
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the same batch on another device."""
-        anchors = Anchors(*(x.to(device) for x in (self.anchors.row, self.anchors.position, self.anchors.start)))
-        names = ("tokens", "positions", "block_tokens", "valid", "uniforms", "segments")
-        moved = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
-        return replace(self, anchors=anchors, **moved)
+        """Return the same batch on another device; the host does not wait for tensors in pinned memory."""
+        return self._each(lambda x: x.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """Return the same batch in memory that an accelerator can read while the host goes on."""
+        return self._each(lambda x: x.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """Apply a function to every tensor but those that stay on the CPU."""
+        anchors = Anchors(*(change(x) for x in (self.anchors.row, self.anchors.position, self.anchors.start)))
+        names = ("tokens", "positions", "block_tokens", "valid", "read_positions", "read_index", "uniforms")
+        changed = {name: change(getattr(self, name)) for name in names if getattr(self, name) is not None}
+        return replace(self, anchors=anchors, loaded=tuple(map(change, self.loaded)), **changed)
 
 
 class BatchSampler:
@@ -234,8 +254,8 @@ class BatchSampler:
         assert batch.uniforms is not None
         survival = torch.where(batch.valid, survival, 0.0)
         kept = (survival >= batch.uniforms[:, None]).sum(-1)
-        ends = (batch.anchors.position - batch.anchors.start + kept + 1).cpu().numpy()
-        starts = batch.anchors.start.cpu().numpy()
+        ends = batch.anchors.position - batch.anchors.start + kept + 1
+        ends, starts = torch.stack([ends, batch.anchors.start]).cpu().numpy()  # the host waits once
         for text, span in zip(batch.texts, batch.spans, strict=True):
             next_starts = ends[starts == span.start] - self.dataset.prompt_lengths[text]
             self.next_walk[text] = np.where(next_starts < self.num_eligible[text], next_starts, 0)
@@ -315,6 +335,9 @@ def collate(chosen: Sequence[TextAnchors], dataset: TextDataset, num_proposals: 
     steps = position[:, None] + torch.arange(num_proposals + 1)
     exists = steps < end[:, None]
     block_tokens = torch.where(exists, tokens[row[:, None], steps.clamp(max=tokens.shape[1] - 1)], 0)
+    valid = exists[:, 1:]
+    read = row[:, None] * tokens.shape[1] + torch.where(valid, steps[:, :-1], position[:, None])
+    read_positions, read_index = read.unique(return_inverse=True)
     return Batch(
         tokens=tokens,
         positions=positions,
@@ -322,7 +345,10 @@ def collate(chosen: Sequence[TextAnchors], dataset: TextDataset, num_proposals: 
         spans=spans,
         anchors=Anchors(row, position, start),
         block_tokens=block_tokens,
-        valid=exists[:, 1:],
+        valid=valid,
+        read_positions=read_positions,
+        read_index=read_index,
+        read_bounds=torch.stack([read_index.amin(-1), read_index.amax(-1) + 1], -1),
         uniforms=_uniforms(chosen),
         segments=_segments(chosen),
     )

@@ -7,6 +7,7 @@ argmax of the whole vocabulary at every position, so that training runs both hea
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from blockdraft.data.batches import Batch, pack_tokens
 from blockdraft.data.manifest import DataError, refuse_other_identity
 from blockdraft.data.store import TextDataset, check_files, writing
 from blockdraft.files import atomic_write, sha256, write_json
-from blockdraft.targets import Normalizer, Target, TargetOutput, fingerprint
+from blockdraft.targets import Normalizer, Span, Target, TargetOutput, fingerprint
 
 INDEX = "features.json"
 TEXTS_PER_FILE = 256
 TOKENS_PER_PASS = 4096
+READERS = 4
+"""Threads that read a batch's texts from a cache."""
+
 REPAIR = "Delete the folder; the cache is built anew"
 
 
@@ -35,6 +39,10 @@ class Features(ABC):
     @abstractmethod
     def __call__(self, batch: Batch) -> TargetOutput:
         """Return hidden states ``[N, T, H]`` and features ``[N, T, K * H]`` of a batch."""
+
+    def load(self, batch: Batch) -> Batch:
+        """Return the batch with what can be read for it before its step, on the CPU; any thread may call it."""
+        return batch
 
 
 class OnlineFeatures(Features):
@@ -96,23 +104,34 @@ class CachedFeatures(Features):
         check_files(self.folder, index.files, REPAIR)
         self.width = (1 + len(layers)) * target.hidden_size
         self.device, self.dtype = target.device, target.dtype
+        self._readers = ThreadPoolExecutor(READERS, "features")
         self._features = self._mapped(name for name in names if name.startswith("features"))
         self._normalizers = self._mapped(name for name in names if name.startswith("normalizer"))
 
     def __call__(self, batch: Batch) -> TargetOutput:
-        values = torch.zeros(*batch.tokens.shape, self.width, dtype=self.dtype)
-        pairs = torch.zeros(*batch.tokens.shape, 2, dtype=torch.float64)
-        for text, span in zip(batch.texts, batch.spans, strict=True):
-            at = span.row, slice(span.start, span.end)
-            values[at] = torch.from_numpy(self._held(self._features, text, span.end - span.start)).view(self.dtype)
-            if self._normalizers:
-                pairs[at] = torch.from_numpy(self._held(self._normalizers, text, span.end - span.start))
-        values = values.to(self.device)
+        read = batch if batch.loaded else self.load(batch)
+        values, *pairs = (tensor.to(self.device, non_blocking=True) for tensor in read.loaded)
         normalizer = None
-        if self._normalizers:
-            log_z, argmax = pairs.to(self.device).unbind(-1)
+        if pairs:
+            log_z, argmax = pairs[0].unbind(-1)
             normalizer = Normalizer(log_z.to(_normalizer_dtype(self.dtype)), argmax.long())
         return TargetOutput(values[..., : self.hidden_size], values[..., self.hidden_size :], normalizer)
+
+    def load(self, batch: Batch) -> Batch:
+        """Read the batch's texts from their files, several at once."""
+        shape, pin = tuple(batch.tokens.shape), self.device.type == "cuda"
+        values = torch.zeros(*shape, self.width, dtype=self.dtype, pin_memory=pin)
+        pairs = torch.zeros(*shape, 2, dtype=torch.float64, pin_memory=pin) if self._normalizers else None
+
+        def read(text: int, span: Span) -> None:
+            at, length = (span.row, slice(span.start, span.end)), span.end - span.start
+            values[at] = torch.from_numpy(self._held(self._features, text, length)).view(self.dtype)
+            if pairs is not None:
+                pairs[at] = torch.from_numpy(self._held(self._normalizers, text, length))
+
+        for _ in self._readers.map(read, batch.texts, batch.spans):
+            pass
+        return replace(batch, loaded=(values,) if pairs is None else (values, pairs))
 
     def _mapped(self, names: Any) -> list[NDArray[Any]]:
         return [np.load(self.folder / name, mmap_mode="r") for name in names]

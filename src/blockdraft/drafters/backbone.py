@@ -25,11 +25,28 @@ class Rotary:
         # on the CPU even where a drafter is built without storage, on the device "meta"
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
         self.frequencies = 1.0 / config.rope_theta**exponents
+        self._on_device: Tensor | None = None
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = positions.unsqueeze(-1).float() * self.frequencies.to(positions.device)
+        if self._on_device is None or self._on_device.device != positions.device:
+            self._on_device = self.frequencies.to(positions.device)  # once: the host waits for it
+        angles = positions.unsqueeze(-1).float() * self._on_device
         angles = torch.cat([angles, angles], -1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Normalise by the root mean square, in the precision of the input.
+
+    CUDA's autocast would return float32, and with it a residual stream of twice the size; its kernel sums in float32
+    whatever it returns.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (x.is_cuda and torch.is_autocast_enabled("cuda") and self.weight is not None):
+            return super().forward(x)
+        with torch.autocast("cuda", enabled=False):
+            return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -49,8 +66,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def queries(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Return queries ``[N, heads, T, d]`` of hidden states ``[N, T, H]``."""
@@ -88,9 +105,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def context(self, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

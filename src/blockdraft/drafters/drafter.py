@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from blockdraft.drafters.attention import Anchors, BlockAttention, FlexAttention, GroupedAttention
-from blockdraft.drafters.backbone import ContextCache, DraftingWeights, Layer, Rotary
+from blockdraft.drafters.backbone import ContextCache, DraftingWeights, Layer, RMSNorm, Rotary
 from blockdraft.drafters.config import DrafterConfig, SlotLayout
 from blockdraft.drafters.heads import ConfidenceHead, MarkovHead
 from blockdraft.errors import BlockdraftError
@@ -48,9 +48,9 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.target_layers) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config)
         size = config.draft_vocab_size
         self.register_buffer("draft_ids", None if size is None else torch.arange(size))

@@ -37,29 +37,25 @@ class AnchorRuns:
     longest: int
 
     @classmethod
-    def of(cls, segments: Tensor | None, labels: Tensor, valid: Tensor) -> "AnchorRuns":
+    def of(cls, segments: Tensor | None, labels: Tensor, valid: Tensor, *, checked: bool = False) -> "AnchorRuns":
         """Read the runs off ``segments`` ``[N]``: blocks of one id form a run; None makes every block its own.
 
-        Refuses ids that come back after another one, and blocks that do not continue the one before them.
+        Refuses ids that come back after another one and, unless they are known to (``checked``), blocks that do not
+        continue the one before them. Segments on the CPU are read without waiting for the labels' device.
         """
         num_blocks = labels.shape[0]
         if segments is None:
             every = torch.arange(num_blocks, device=labels.device)
             return cls(every, torch.zeros_like(every), num_blocks, 1)
         bounds = run_bounds(segments, num_blocks)
-        lengths = torch.tensor([stop - start for start, stop in bounds], device=labels.device, dtype=torch.long)
-        run = torch.repeat_interleave(torch.arange(len(bounds), device=labels.device), lengths)
-        place = torch.arange(num_blocks, device=labels.device) - (lengths.cumsum(0) - lengths)[run]
-        follows = (run[1:] == run[:-1]).unsqueeze(-1)
-        shared = follows & valid[:-1, 1:] & valid[1:, :-1]
-        if bool((shared & (labels[:-1, 1:] != labels[1:, :-1])).any()):
-            raise ValueError(
-                "segments: a block does not continue the one before it; the blocks of a run must stand at "
-                "consecutive anchors of one text, in order"
-            )
-        if bool((follows.squeeze(-1) & valid[1:, 0] & ~valid[:-1, 0]).any()):
-            raise ValueError("segments: a block without a valid position may only stand at the end of its run")
-        return cls(run, place, len(bounds), int(lengths.max()) if bounds else 1)
+        lengths = torch.tensor([stop - start for start, stop in bounds], dtype=torch.long)
+        run = torch.repeat_interleave(torch.arange(len(bounds)), lengths)
+        place = torch.arange(num_blocks) - (lengths.cumsum(0) - lengths)[run]
+        longest = int(lengths.max()) if bounds else 1
+        run, place = (x.to(labels.device, non_blocking=True) for x in (run, place))
+        if not checked:
+            check_runs(run, labels, valid)
+        return cls(run, place, len(bounds), longest)
 
     def gather(self, values: Tensor) -> Tensor:
         """Return ``values`` ``[N, ...]`` as ``[R, n, ...]``, with zeros where a run has ended."""
@@ -69,6 +65,19 @@ class AnchorRuns:
     def scatter(self, values: Tensor) -> Tensor:
         """Return ``values`` ``[R, n, ...]`` as ``[N, ...]``."""
         return values[self.run, self.place]
+
+
+def check_runs(run: Tensor, labels: Tensor, valid: Tensor) -> None:
+    """Refuse blocks ``[N, B]`` of one run ``[N]`` that do not continue the one before them."""
+    follows = (run[1:] == run[:-1]).unsqueeze(-1)
+    shared = follows & valid[:-1, 1:] & valid[1:, :-1]
+    if bool((shared & (labels[:-1, 1:] != labels[1:, :-1])).any()):
+        raise ValueError(
+            "segments: a block does not continue the one before it; the blocks of a run must stand at "
+            "consecutive anchors of one text, in order"
+        )
+    if bool((follows.squeeze(-1) & valid[1:, 0] & ~valid[:-1, 0]).any()):
+        raise ValueError("segments: a block without a valid position may only stand at the end of its run")
 
 
 def run_bounds(segments: Tensor, num_blocks: int) -> list[tuple[int, int]]:

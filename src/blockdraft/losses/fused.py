@@ -27,12 +27,22 @@ CHUNK_BYTES = 2**27
 """On a CPU, one buffer of logits is kept below this size, unless a single block is larger."""
 
 ACCELERATOR_CHUNK_BYTES = 2**30
-"""The same on an accelerator, where a product of a few hundred rows would only wait for memory."""
+"""The same on an accelerator with memory to spare, where a product of a few hundred rows would only wait for memory."""
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Return the largest size of one buffer of logits on this device."""
-    return CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+    """Return the largest size of one buffer of logits on this device.
+
+    On an accelerator it is an eighth of the memory that is free, as a power of two, so that it seldom changes.
+    """
+    if device.type == "cpu":
+        return CHUNK_BYTES
+    if device.type != "cuda":
+        return ACCELERATOR_CHUNK_BYTES
+    free, _total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    largest = max(CHUNK_BYTES, free // 8)
+    return min(ACCELERATOR_CHUNK_BYTES, 1 << (largest.bit_length() - 1))
 
 
 def fused_linear_objective(
@@ -49,13 +59,16 @@ def fused_linear_objective(
     stats: bool = True,
     reduced: ReducedTarget | None = None,
     segments: Tensor | None = None,
+    target_index: "TargetIndex | None" = None,
+    checked: bool = False,
     kernels: bool | None = None,
 ) -> ObjectiveValue:
     """Evaluate ``objective`` on the logits ``draft_hidden @ draft_head.T`` and ``target_hidden @ target_head.T``.
 
     Args:
         objective: any objective of this package.
-        draft_hidden, target_hidden: ``[N, B, H]`` (each with the width of its own head).
+        draft_hidden, target_hidden: ``[N, B, H]`` (each with the width of its own head); the target's are ``[P, H]``
+            with a ``target_index``.
         draft_head, target_head: ``[V, H]``. The products run in the head's dtype, all
             else in float32 (float64 for float64 heads). Only ``draft_hidden``, ``draft_head``
             and ``markov`` receive gradients, each only if it requires them.
@@ -70,6 +83,9 @@ def fused_linear_objective(
             ``w2 [Vd, r]``, and labels are indices into D (see `restrict_labels` and `restrict_target`).
         segments: ``[N]`` the run of consecutive anchors that each block belongs to; None for none. A chunk never
             splits a run, so with an objective that looks at runs the longest one must fit into memory.
+        target_index: which row of ``target_hidden`` each position reads, where blocks overlap. What depends on the
+            target alone is then done once for each of its rows, and not once for each block that covers it.
+        checked: labels, mask and segments are known to be right. Checking them makes the host wait for the device.
         kernels: None takes Triton kernels on a GPU, if on first use they solve a small case of this objective as
             the plain path does there; True takes them or raises `SelfCheckError`; False takes the plain path.
 
@@ -80,17 +96,23 @@ def fused_linear_objective(
     if objective.needs_target or stats:
         if target_hidden is None or target_head is None:
             raise ValueError(f"objective {objective.name!r} with stats={stats} needs target_hidden and target_head")
-        _check(target_hidden, target_head, labels, "target")
+        if target_index is None:
+            _check(target_hidden, target_head, labels, "target")
+        else:
+            target_index.check(target_hidden, target_head, labels)
         _check_vocabulary(draft_head, target_head)
     else:
-        target_hidden = target_head = None
+        target_hidden = target_head = target_index = None
     prev, w2 = markov if markov is not None else (None, None)
     if markov is not None:
         if prev is None or w2 is None:
             raise ValueError("markov must be (prev_embedding [N, B, r], w2 [V, r]); one of them is None")
         _check(prev, w2, labels, "markov")
         _check_vocabulary(draft_head, w2)
-    _, labels = check_labels(labels, valid, draft_head.shape[0], is_reduced=reduced is not None)
+    if checked:
+        labels = labels if valid is None else torch.where(valid, labels, 0)
+    else:
+        _, labels = check_labels(labels, valid, draft_head.shape[0], is_reduced=reduced is not None)
     if chunk_blocks is not None and chunk_blocks < 1:
         raise ValueError(f"chunk_blocks must be at least 1, got {chunk_blocks}")
     trains = tuple(
@@ -104,14 +126,52 @@ def fused_linear_objective(
         device=draft_head.device,
         stats=stats,
         is_partial=reduced is not None,
+        is_indexed=target_index is not None,
     )
     rows = choose_rows(objective, kind, kernels)
     batch = _Batch(
-        objective, target_hidden, target_head, labels, valid, reduced, segments, chunk_blocks, stats, trains, rows
-    )
+        objective, target_hidden, target_head, target_index, labels, valid, reduced, segments, chunk_blocks, checked,
+        stats, trains, rows,
+    )  # fmt: skip
     with torch.autocast(draft_head.device.type, enabled=False):
         total, numerator, denominator = _FusedLinear.apply(draft_hidden, draft_head, prev, w2, batch)
     return replace(objective.value(numerator, denominator, total, batch.statistics), survival=batch.survival)
+
+
+@dataclass(frozen=True)
+class TargetIndex:
+    """TargetIndex says which of the target's P rows each position of each block reads.
+
+    rows: ``[N, B]``; where a position is not valid, anything.
+    bounds: ``[N, 2]`` on the CPU: valid positions of block n read rows ``bounds[n, 0] <= p < bounds[n, 1]``. If it is
+        None, it is found from ``rows``, for which the host waits for the device.
+
+    Blocks in the order of their text read neighbouring rows, and it is then that sharing saves most.
+    """
+
+    rows: Tensor
+    bounds: Tensor | None = None
+
+    def check(self, target_hidden: Tensor, target_head: Tensor, labels: Tensor) -> None:
+        """Refuse shapes that do not belong together."""
+        if self.rows.shape != labels.shape:
+            raise ValueError(f"target_index must be [N, B] = {list(labels.shape)}, got {list(self.rows.shape)}")
+        if self.bounds is not None and (self.bounds.shape != (len(labels), 2) or self.bounds.device.type != "cpu"):
+            raise ValueError(f"bounds must be [N, 2] = [{len(labels)}, 2] on the CPU, got {list(self.bounds.shape)}")
+        if target_hidden.dim() != 2 or target_head.dim() != 2 or target_head.shape[1] != target_hidden.shape[1]:
+            raise ValueError(
+                f"with an index target_hidden must be [P, H] and the target head [V, H], got "
+                f"{list(target_hidden.shape)} and {list(target_head.shape)}"
+            )
+
+    def known_bounds(self, valid: Tensor | None) -> Tensor:
+        """Return the bounds, found from the rows if they are not given."""
+        if self.bounds is not None:
+            return self.bounds
+        every = torch.ones_like(self.rows, dtype=torch.bool) if valid is None else valid
+        largest = torch.iinfo(self.rows.dtype).max
+        first, last = (torch.where(every, self.rows, no).cpu() for no in (largest, -1))
+        return torch.stack([first.amin(-1), last.amax(-1) + 1], -1)
 
 
 @dataclass
@@ -124,16 +184,22 @@ class _Batch:
     objective: Objective
     target_hidden: Tensor | None
     target_head: Tensor | None
+    target_index: "TargetIndex | None"
     labels: Tensor
     valid: Tensor | None
     reduced: ReducedTarget | None
     segments: Tensor | None
     chunk_blocks: int | None
+    runs_checked: bool
     stats: bool
     trains: tuple[bool, ...]
     rows: type[RowSums]
     statistics: BlockStatistics | None = None
     survival: Tensor | None = None
+
+    def num_rows(self, chunks: list[slice]) -> int:
+        """Return the number of positions in the largest chunk."""
+        return max((chunk.stop - chunk.start for chunk in chunks), default=0) * self.labels.shape[1]
 
     def chunks(self, head: Tensor) -> list[slice]:
         """Return slices of whole blocks and whole runs, as equal as they can be."""
@@ -154,12 +220,8 @@ class _FusedLinear(torch.autograd.Function):
         products = [_Product(hidden, head, batch.valid, *batch.trains[0:2])]
         if prev is not None and w2 is not None:
             products.append(_Product(prev, w2, batch.valid, *batch.trains[2:4]))
-        target = None
-        if batch.target_hidden is not None and batch.target_head is not None:
-            target = _Product(batch.target_hidden, batch.target_head, batch.valid)
         chunks = batch.chunks(head)
-        largest = max((c.stop - c.start for c in chunks), default=0) * batch.labels.shape[1]
-        buffers = _Buffers(products, target, largest)
+        buffers = _Buffers(products, _Target.of(batch, chunks), batch.num_rows(chunks))
         results = [_chunk(batch, chunk, buffers) for chunk in chunks]
         if batch.stats:
             statistics = [result.statistics for result in results if result.statistics is not None]
@@ -229,20 +291,67 @@ class _Product:
                 self.head_gradient.add_(gradient.t() @ rows)
 
 
+class _Target:
+    """_Target makes the target's logits of one chunk after the other, in the same storage, each row once.
+
+    With an index, a chunk's rows are those between the first and the last that its blocks read, and one more,
+    which is uniform, for the positions that are not valid. A chunk whose blocks lie too far apart for that to pay
+    has a row for each position.
+    """
+
+    def __init__(self, hidden: Tensor, head: Tensor, batch: _Batch, chunks: list[slice]) -> None:
+        self._head, self._index, self._valid = head, batch.target_index, batch.valid
+        self._product = _Product(hidden, head, batch.valid if batch.target_index is None else None)
+        self._parts: dict[int, slice] = {}
+        num_rows = batch.num_rows(chunks)
+        if batch.target_index is not None:
+            bounds = batch.target_index.known_bounds(batch.valid)
+            for chunk in chunks:
+                first, last = int(bounds[chunk, 0].amin()), int(bounds[chunk, 1].amax())
+                if 0 <= last - first < (chunk.stop - chunk.start) * batch.labels.shape[1]:
+                    self._parts[chunk.start] = slice(first, last)
+            shared = [part.stop - part.start + 1 for part in self._parts.values()]
+            num_rows = max(shared) if len(shared) == len(chunks) and shared else num_rows
+        self._buffer = head.new_empty(num_rows, head.shape[0])
+
+    @classmethod
+    def of(cls, batch: _Batch, chunks: list[slice]) -> "_Target | None":
+        """Return what makes the logits, or None if they are not needed."""
+        if batch.target_hidden is None or batch.target_head is None:
+            return None
+        return cls(batch.target_hidden, batch.target_head, batch, chunks)
+
+    def logits(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the logits ``[n*B, V]`` and no index, or ``[P, V]`` and the row ``[n, B]`` of each position."""
+        if self._index is None:
+            return self._product.logits(chunk, self._buffer), None
+        index = self._index.rows[chunk]
+        valid = torch.ones_like(index, dtype=torch.bool) if self._valid is None else self._valid[chunk]
+        part = self._parts.get(chunk.start)
+        if part is None:
+            rows = self._product.hidden.index_select(0, torch.where(valid, index, 0).reshape(-1))
+            rows = torch.where(valid.reshape(-1, 1), rows, 0).to(self._head.dtype)
+            return torch.mm(rows, self._head.t(), out=self._buffer[: len(rows)]), None
+        num_rows = part.stop - part.start
+        logits = self._buffer[: num_rows + 1]
+        torch.mm(self._product.rows(part), self._head.t(), out=logits[:num_rows])
+        logits[num_rows].zero_()
+        return logits, torch.where(valid, index - part.start, num_rows)
+
+
 class _Buffers:
     """_Buffers makes the logits of one chunk after the other in the same storage.
 
     Args:
         products: of the draft head and, if there is one, of the Markov factors, which is added to it.
-        target: of the target head, if it is needed.
+        target: makes the target's, if they are needed.
         num_rows: of the largest chunk.
     """
 
-    def __init__(self, products: list[_Product], target: _Product | None, num_rows: int) -> None:
+    def __init__(self, products: list[_Product], target: _Target | None, num_rows: int) -> None:
         self.products, self._target = products, target
         head = products[0].head
         self._draft_buffer = head.new_empty(num_rows, head.shape[0])
-        self._target_buffer = None if target is None else target.head.new_empty(num_rows, head.shape[0])
         self._bias_heads = [bias.head.to(head.dtype).t() for bias in products[1:]]
 
     def draft_logits(self, chunk: slice) -> Tensor:
@@ -252,11 +361,9 @@ class _Buffers:
             logits.addmm_(bias.rows(chunk).to(logits.dtype), bias_head)
         return logits
 
-    def target_logits(self, chunk: slice) -> Tensor | None:
-        """Return the target logits ``[n*B, V]``, or None if they are not needed."""
-        if self._target is None or self._target_buffer is None:
-            return None
-        return self._target.logits(chunk, self._target_buffer)
+    def target_logits(self, chunk: slice) -> tuple[Tensor | None, Tensor | None]:
+        """Return the target logits and the row that each position reads, if they are shared; None if not needed."""
+        return (None, None) if self._target is None else self._target.logits(chunk)
 
 
 @dataclass(frozen=True)
@@ -270,7 +377,7 @@ class _ChunkResult:
 
 def _chunk(batch: _Batch, chunk: slice, buffers: _Buffers) -> _ChunkResult:
     """Evaluate one chunk and add its gradients to the products; all else of it is freed before the next one."""
-    blocks = _blocks(buffers.draft_logits(chunk), buffers.target_logits(chunk), batch, chunk)
+    blocks = _blocks(buffers.draft_logits(chunk), *buffers.target_logits(chunk), batch, chunk)
     with torch.enable_grad():
         numerator, denominator = batch.objective.sums(blocks)
     statistics, survival = None, None
@@ -283,19 +390,23 @@ def _chunk(batch: _Batch, chunk: slice, buffers: _Buffers) -> _ChunkResult:
     return _ChunkResult(torch.stack([numerator.detach(), denominator.detach()]), statistics, survival)
 
 
-def _blocks(draft_logits: Tensor, target_logits: Tensor | None, batch: _Batch, chunk: slice) -> Blocks:
+def _blocks(
+    draft_logits: Tensor, target_logits: Tensor | None, target_index: Tensor | None, batch: _Batch, chunk: slice
+) -> Blocks:
     labels = batch.labels[chunk]
     shape = (*labels.shape, draft_logits.shape[-1])
     return Blocks(
         draft_logits.view(shape),
-        None if target_logits is None else target_logits.view(shape),
+        target_logits if target_logits is None or target_index is not None else target_logits.view(shape),
         labels,
         None if batch.valid is None else batch.valid[chunk],
         temperature=batch.objective.temperature,
         reduced=None if batch.reduced is None else batch.reduced[chunk],
         segments=None if batch.segments is None else batch.segments[chunk],
+        target_index=target_index,
         overwrite=True,
         checked=True,
+        runs_checked=batch.runs_checked,
         for_statistics=batch.stats,
         rows=batch.rows,
     )

@@ -40,6 +40,7 @@ class LogitKind:
     device: of everything.
     stats: whether statistics will be taken from them, too.
     is_partial: whether the target's normaliser is given (a reduced vocabulary).
+    is_indexed: whether positions share rows of the target.
     """
 
     draft_dtype: torch.dtype
@@ -48,6 +49,7 @@ class LogitKind:
     device: torch.device
     stats: bool = True
     is_partial: bool = False
+    is_indexed: bool = False
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -73,7 +75,8 @@ def choose_rows(objective: Objective, kind: LogitKind, kernels: bool | None = No
     choices = tuple(getattr(objective, field.name) for field in fields(objective))
     key = (
         type(objective), *(choice for choice in choices if isinstance(choice, str)), *kind.dtypes, kind.stats,
-        kind.is_partial, kind.vocab_size if kind.vocab_size < CHECK_VOCABULARY else kind.vocab_size % 16,
+        kind.is_partial, kind.is_indexed,
+        kind.vocab_size if kind.vocab_size < CHECK_VOCABULARY else kind.vocab_size % 16,
     )  # fmt: skip
     usable = passes_check(PART, kind.device, lambda: check_kernels(objective, kind), key=key, strict=strict)
     return TritonRows if usable else Rows
@@ -126,6 +129,10 @@ def _case(kind: LogitKind, temperature: float, rows: type[RowSums]) -> Blocks:
         log_z = (target / temperature).logsumexp(-1) + 0.5
         reduced = ReducedTarget(log_z.to(kind.device), best.squeeze(-1).to(kind.device), temperature)
         labels[1, 2] = OUTSIDE
+    index = None
+    if kind.is_indexed and kind.target_dtype is not None:
+        index = torch.randperm(16, generator=generator).view(4, 4)
+        target = torch.empty_like(target).view(16, -1).index_copy(0, index.flatten(), target.flatten(0, 1))
     return Blocks(
         draft.to(kind.device, kind.draft_dtype),
         None if kind.target_dtype is None else target.to(kind.device, kind.target_dtype),
@@ -133,6 +140,7 @@ def _case(kind: LogitKind, temperature: float, rows: type[RowSums]) -> Blocks:
         valid.to(kind.device),
         temperature=temperature,
         reduced=reduced,
+        target_index=None if index is None else index.to(kind.device),
         overwrite=True,
         for_statistics=kind.stats,
         rows=rows,

@@ -5,6 +5,7 @@ without storage (`FakeTensorMode`, ``torch.compile``) only shapes, dtypes and
 devices are worked out, for which Triton need not be installed.
 
 Logits are ``[R, V]`` in float32, bfloat16 or float16; ``log_z``, ``valid`` and labels are ``[R]``. Sums are float32.
+With an index ``[R]`` the target's logits are ``[P, V]`` and row r meets the target's row ``index[r]``.
 """
 
 import torch
@@ -46,8 +47,9 @@ def _overlaps_shape(
     valid: Tensor,
     scales: Tensor,
     temperature: float,
+    target_index: Tensor | None = None,
 ) -> Tensor:
-    del draft_log_z, target, target_log_z, valid, temperature
+    del draft_log_z, target, target_log_z, valid, temperature, target_index
     return draft.new_empty(2 * scales.shape[0], draft.shape[0], dtype=torch.float32)
 
 
@@ -60,6 +62,7 @@ def overlaps(
     valid: Tensor,
     scales: Tensor,
     temperature: float,
+    target_index: Tensor | None = None,
 ) -> Tensor:
     """Return, for each of the scales s ``[K, R]``, A = sum of q over q < s p and C = sum of p over s p <= q.
 
@@ -67,9 +70,9 @@ def overlaps(
     """
     from blockdraft.losses.kernels import launch_overlaps
 
-    sums = _overlaps_shape(draft, draft_log_z, target, target_log_z, valid, scales, temperature)
+    sums = _overlaps_shape(draft, draft_log_z, target, target_log_z, valid, scales, temperature, target_index)
     if draft.numel():
-        launch_overlaps(draft, draft_log_z, target, target_log_z, valid, scales, sums, temperature)
+        launch_overlaps(draft, draft_log_z, target, target_log_z, valid, scales, sums, temperature, target_index)
     return sums
 
 
@@ -77,22 +80,36 @@ overlaps.register_fake(_overlaps_shape)
 
 
 def _divergence_shape(
-    first: Tensor, first_log_z: Tensor, second: Tensor, second_log_z: Tensor, valid: Tensor, temperature: float
+    first: Tensor,
+    first_log_z: Tensor,
+    second: Tensor,
+    second_log_z: Tensor,
+    valid: Tensor,
+    temperature: float,
+    first_index: Tensor | None = None,
+    second_index: Tensor | None = None,
 ) -> Tensor:
-    del first_log_z, second, second_log_z, valid, temperature
-    return first.new_empty(2, first.shape[0], dtype=torch.float32)
+    del first_log_z, second, second_log_z, temperature, first_index, second_index
+    return first.new_empty(2, valid.shape[0], dtype=torch.float32)
 
 
 @custom_op("blockdraft::divergence", mutates_args=())
 def divergence(
-    first: Tensor, first_log_z: Tensor, second: Tensor, second_log_z: Tensor, valid: Tensor, temperature: float
+    first: Tensor,
+    first_log_z: Tensor,
+    second: Tensor,
+    second_log_z: Tensor,
+    valid: Tensor,
+    temperature: float,
+    first_index: Tensor | None = None,
+    second_index: Tensor | None = None,
 ) -> Tensor:
     """Return KL(a || b) = sum_v a (log a - log b) and the mass sum_v a, ``[2, R]``."""
     from blockdraft.losses.kernels import launch_divergence
 
     sums = _divergence_shape(first, first_log_z, second, second_log_z, valid, temperature)
     if first.numel():
-        launch_divergence(first, first_log_z, second, second_log_z, valid, sums, temperature)
+        launch_divergence(first, first_log_z, second, second_log_z, valid, sums, temperature, first_index, second_index)
     return sums
 
 
@@ -112,14 +129,15 @@ def gradient_(
     num_scales: int,
     has_kl: bool,
     has_reverse_kl: bool,
+    target_index: Tensor | None = None,
 ) -> None:
     """Overwrite the draft logits z by the gradient ``[R, V]`` of a loss that is known by its coefficients.
 
         g_v = q_v (base + sum_k c_k 1[q_v < s_k p_v] + c_r (log q_v - log p_v)) - c_f p_v + c_y 1[v = y]
 
     Args:
-        draft, draft_log_z, target, target_log_z, valid, temperature: as in the forward operators; no target if none
-            of the terms has p.
+        draft, draft_log_z, target, target_log_z, valid, temperature, target_index: as in the forward operators; no
+            target if none of the terms has p.
         labels: y ``[R]``, or None for no such term.
         table: ``[8, R]`` holding base, c_y, c_f, c_r, c_1, s_1, c_2, s_2; what is not used may hold anything.
         num_scales, has_kl, has_reverse_kl: which of the terms k, c_f and c_r there are.
@@ -137,6 +155,7 @@ def gradient_(
         table if labels is None else labels,
         table,
         temperature,
+        target_index,
         has_label=labels is not None,
         num_scales=num_scales,
         has_kl=has_kl,

@@ -33,6 +33,12 @@ def _log_probs(logits, stride, row, tokens, vocab_size, inverse_temperature, log
 
 
 @triton.jit
+def _row_of(index, row, INDEXED: tl.constexpr):
+    """Return the row that an index names, or the row itself."""
+    return tl.load(index + row) if INDEXED else row
+
+
+@triton.jit
 def normaliser_kernel(
     logits, stride, valid, log_z, argmax, vocab_size, inverse_temperature, log_vocab_size, TILE: tl.constexpr
 ):
@@ -64,7 +70,8 @@ def normaliser_kernel(
 @triton.jit
 def overlaps_kernel(
     draft, draft_stride, draft_log_z, target, target_stride, target_log_z, valid,
-    scales, sums, num_rows, vocab_size, inverse_temperature, NUM_SCALES: tl.constexpr, TILE: tl.constexpr,
+    scales, sums, target_index, num_rows, vocab_size, inverse_temperature,
+    NUM_SCALES: tl.constexpr, INDEXED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write, per scale s, A = sum of q over q < s p and C = sum of p over s p <= q; then S(s; p, q) = A + s C."""
     row = tl.program_id(0).to(tl.int64)
@@ -77,6 +84,7 @@ def overlaps_kernel(
             tl.store(sums + 2 * num_rows + row, tl.where(second > 1, 1.0, 0.0))
             tl.store(sums + 3 * num_rows + row, tl.where(second > 1, 0.0, 1.0))
         return
+    target_row = _row_of(target_index, row, INDEXED)
     log_z_q = tl.load(draft_log_z + row)
     log_z_p = tl.load(target_log_z + row)
     lanes = tl.arange(0, TILE)
@@ -87,7 +95,7 @@ def overlaps_kernel(
     for start in range(0, vocab_size, TILE):
         tokens = start + lanes
         q = tl.exp(_log_probs(draft, draft_stride, row, tokens, vocab_size, inverse_temperature, log_z_q))
-        p = tl.exp(_log_probs(target, target_stride, row, tokens, vocab_size, inverse_temperature, log_z_p))
+        p = tl.exp(_log_probs(target, target_stride, target_row, tokens, vocab_size, inverse_temperature, log_z_p))
         below = q < first * p
         a_first += tl.where(below, q, 0.0)
         c_first += tl.where(below, 0.0, p)
@@ -105,7 +113,8 @@ def overlaps_kernel(
 @triton.jit
 def divergence_kernel(
     first, first_stride, first_log_z, second, second_stride, second_log_z, valid,
-    sums, num_rows, vocab_size, inverse_temperature, TILE: tl.constexpr,
+    sums, first_index, second_index, num_rows, vocab_size, inverse_temperature,
+    FIRST_INDEXED: tl.constexpr, SECOND_INDEXED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write sum_v a (log a - log b) and sum_v a, with zero probabilities at `LOG_ZERO`."""
     row = tl.program_id(0).to(tl.int64)
@@ -113,6 +122,8 @@ def divergence_kernel(
         tl.store(sums + row, 0.0)
         tl.store(sums + num_rows + row, 1.0)
         return
+    first_row = _row_of(first_index, row, FIRST_INDEXED)
+    second_row = _row_of(second_index, row, SECOND_INDEXED)
     log_z_a = tl.load(first_log_z + row)
     log_z_b = tl.load(second_log_z + row)
     lanes = tl.arange(0, TILE)
@@ -120,8 +131,8 @@ def divergence_kernel(
     mass = tl.zeros([TILE], tl.float32)
     for start in range(0, vocab_size, TILE):
         tokens = start + lanes
-        log_a = _log_probs(first, first_stride, row, tokens, vocab_size, inverse_temperature, log_z_a)
-        log_b = _log_probs(second, second_stride, row, tokens, vocab_size, inverse_temperature, log_z_b)
+        log_a = _log_probs(first, first_stride, first_row, tokens, vocab_size, inverse_temperature, log_z_a)
+        log_b = _log_probs(second, second_stride, second_row, tokens, vocab_size, inverse_temperature, log_z_b)
         a = tl.exp(log_a)
         value += a * (tl.maximum(log_a, LOG_ZERO) - tl.maximum(log_b, LOG_ZERO))
         mass += a
@@ -131,9 +142,9 @@ def divergence_kernel(
 
 @triton.jit
 def gradient_kernel(
-    draft, draft_stride, draft_log_z, target, target_stride, target_log_z, valid, labels, table,
+    draft, draft_stride, draft_log_z, target, target_stride, target_log_z, valid, labels, table, target_index,
     num_rows, vocab_size, inverse_temperature, HAS_LABEL: tl.constexpr, NUM_SCALES: tl.constexpr,
-    HAS_KL: tl.constexpr, HAS_REVERSE_KL: tl.constexpr, TILE: tl.constexpr,
+    HAS_KL: tl.constexpr, HAS_REVERSE_KL: tl.constexpr, INDEXED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Overwrite the draft logits of a row by their gradient, or by zeros where the row is not valid.
 
@@ -147,6 +158,7 @@ def gradient_kernel(
             zeros = tl.zeros([TILE], draft.dtype.element_ty)
             tl.store(draft + row * draft_stride + start + lanes, zeros, mask=start + lanes < vocab_size)
         return
+    target_row = _row_of(target_index, row, INDEXED)
     log_z_q = tl.load(draft_log_z + row)
     log_z_p = tl.load(target_log_z + row)
     label = tl.load(labels + row)
@@ -163,7 +175,7 @@ def gradient_kernel(
         log_q = _log_probs(draft, draft_stride, row, tokens, vocab_size, inverse_temperature, log_z_q)
         q = tl.exp(log_q)
         if NUM_SCALES > 0 or HAS_KL or HAS_REVERSE_KL:
-            log_p = _log_probs(target, target_stride, row, tokens, vocab_size, inverse_temperature, log_z_p)
+            log_p = _log_probs(target, target_stride, target_row, tokens, vocab_size, inverse_temperature, log_z_p)
             p = tl.exp(log_p)
         factor = tl.full([TILE], 0.0, tl.float32) + base
         if NUM_SCALES > 0:
@@ -193,34 +205,39 @@ def launch_normaliser(logits: Tensor, valid: Tensor, log_z: Tensor, argmax: Tens
 
 def launch_overlaps(
     draft: Tensor, draft_log_z: Tensor, target: Tensor, target_log_z: Tensor, valid: Tensor,
-    scales: Tensor, sums: Tensor, temperature: float,
+    scales: Tensor, sums: Tensor, temperature: float, target_index: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill ``sums`` ``[2 K, R]`` with A_1, C_1, .. for scales ``[K, R]``, K = 1 or 2."""
+    """Fill ``sums`` ``[2 K, R]`` with A_1, C_1, .. for scales ``[K, R]``, K = 1 or 2.
+
+    Row r of the draft meets row ``target_index[r]`` of the target, or row r if there is no index.
+    """
     num_rows, vocab_size = draft.shape
     with _device_of(draft):
         overlaps_kernel[(num_rows,)](
             draft, draft.stride(0), draft_log_z, target, target.stride(0), target_log_z, valid,
-            scales, sums, num_rows, vocab_size, 1 / temperature,
-            NUM_SCALES=len(scales), TILE=_tile(vocab_size), num_warps=NUM_WARPS,
+            scales, sums, valid if target_index is None else target_index, num_rows, vocab_size, 1 / temperature,
+            NUM_SCALES=len(scales), INDEXED=target_index is not None, TILE=_tile(vocab_size), num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
 def launch_divergence(
     first: Tensor, first_log_z: Tensor, second: Tensor, second_log_z: Tensor, valid: Tensor,
-    sums: Tensor, temperature: float,
+    sums: Tensor, temperature: float, first_index: Tensor | None, second_index: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill ``sums`` ``[2, R]`` with KL(a || b) and the mass of a, from the logits of both."""
-    num_rows, vocab_size = first.shape
+    """Fill ``sums`` ``[2, R]`` with KL(a || b) and the mass of a, from the logits of both, by index if there is one."""
+    num_rows, vocab_size = len(valid), first.shape[1]
     with _device_of(first):
         divergence_kernel[(num_rows,)](
             first, first.stride(0), first_log_z, second, second.stride(0), second_log_z, valid,
-            sums, num_rows, vocab_size, 1 / temperature, TILE=_tile(vocab_size), num_warps=NUM_WARPS,
+            sums, valid if first_index is None else first_index, valid if second_index is None else second_index,
+            num_rows, vocab_size, 1 / temperature, FIRST_INDEXED=first_index is not None,
+            SECOND_INDEXED=second_index is not None, TILE=_tile(vocab_size), num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
 def launch_gradient(
     draft: Tensor, draft_log_z: Tensor, target: Tensor, target_log_z: Tensor, valid: Tensor,
-    labels: Tensor, table: Tensor, temperature: float, *,
+    labels: Tensor, table: Tensor, temperature: float, target_index: Tensor | None, *,
     has_label: bool, num_scales: int, has_kl: bool, has_reverse_kl: bool,
 ) -> None:  # fmt: skip
     """Overwrite draft logits ``[R, V]`` by their gradient; see `gradient_kernel` for the table."""
@@ -228,9 +245,9 @@ def launch_gradient(
     with _device_of(draft):
         gradient_kernel[(num_rows,)](
             draft, draft.stride(0), draft_log_z, target, target.stride(0), target_log_z, valid, labels, table,
-            num_rows, vocab_size, 1 / temperature,
+            valid if target_index is None else target_index, num_rows, vocab_size, 1 / temperature,
             HAS_LABEL=has_label, NUM_SCALES=num_scales, HAS_KL=has_kl, HAS_REVERSE_KL=has_reverse_kl,
-            TILE=_tile(vocab_size), num_warps=NUM_WARPS,
+            INDEXED=target_index is not None, TILE=_tile(vocab_size), num_warps=NUM_WARPS,
         )  # fmt: skip
 
 

@@ -55,20 +55,23 @@ class ReducedTarget:
             )
 
 
-def restrict_labels(labels: Tensor, valid: Tensor | None, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+def restrict_labels(
+    labels: Tensor, valid: Tensor | None, draft_ids: Tensor, vocab_size: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return labels as indices into D, and the mask, ending each block at its first label outside D.
 
     Args:
         labels: ``[N, B]`` tokens of the whole vocabulary.
         valid: ``[N, B]`` bool, a contiguous prefix of every block; None for all.
         draft_ids: ``[Vd]`` the tokens of D, in the order of the draft head's rows.
-        vocab_size: V.
+        vocab_size: V. If it is not given, ``draft_ids`` is ``[V]`` what `draft_index` made of them: checking them anew
+            makes the host wait for the device.
 
     Returns:
         labels ``[N, B]``, `OUTSIDE` where a block ends because of it and 0 where masked; valid ``[N, B]``.
     """
     valid = torch.ones_like(labels, dtype=torch.bool) if valid is None else valid
-    index = draft_index(draft_ids, vocab_size)
+    index = draft_ids if vocab_size is None else draft_index(draft_ids, vocab_size)
     reduced = index[torch.where(valid, labels, 0)]
     outside = valid & (reduced == OUTSIDE)
     behind_one = outside.long().cumsum(-1) - outside.long() > 0

@@ -29,6 +29,9 @@ class RowSums(ABC):
             so that nothing in padding, NaN included, reaches a result.
         target_log_z: ``[R]`` the target's log normaliser at this temperature, where these V tokens are
             only a part of its vocabulary: log p = target / T - log_z, and p may sum to less than one.
+        target_index: ``[R]`` which row of the target each row meets, where several meet the same one. The target's
+            logits and normaliser are then ``[P, V]`` and ``[P]``, and what depends on the target alone is done once
+            for each of the P rows, none of which ``valid`` masks.
         overwrite: whether the storage of the logits may be reused.
 
     Attributes:

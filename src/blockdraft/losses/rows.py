@@ -39,6 +39,39 @@ garbage collector runs.
 """
 
 
+GiveTile = Callable[[slice, Tensor], Tensor]
+"""``give_tile(rows, out)`` returns a tile of log-probabilities, which it may put together in ``out``."""
+
+
+class _TargetRows:
+    """_TargetRows gives sweeps the target's rows, tile by tile: one of its own for each row, or those an index names.
+
+    Rows that are read again and again are exponentiated once, if fewer than half as many as their readers.
+    """
+
+    def __init__(self, log_probs: Tensor, index: Tensor | None) -> None:
+        self.log_probs, self.index = log_probs, index
+        self._probs: Tensor | None = None
+
+    def log_probs_of(self, rows: slice, out: Tensor) -> Tensor:
+        """Return log p of a tile of rows, in ``out`` if it must be put together."""
+        if self.index is None:
+            return self.log_probs[rows]
+        return torch.index_select(self.log_probs, 0, self.index[rows], out=out)
+
+    def probs_of(self, rows: slice, out: Tensor) -> Tensor:
+        """Write p of a tile of rows to ``out`` and return it."""
+        if self.index is None or 2 * len(self.log_probs) > len(self.index):
+            return torch.exp(self.log_probs_of(rows, out), out=out)
+        if self._probs is None:
+            self._probs = self.log_probs.exp()
+        return torch.index_select(self._probs, 0, self.index[rows], out=out)
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Return ``[R, ..]`` of values ``[P, ..]`` of the target's rows."""
+        return values if self.index is None else values[self.index]
+
+
 class Rows(RowSums):
     """Rows takes the sums in PyTorch, from log-probabilities in float32 (float64 for float64 logits).
 
@@ -54,6 +87,7 @@ class Rows(RowSums):
         temperature: float = 1.0,
         valid: Tensor | None = None,
         target_log_z: Tensor | None = None,
+        target_index: Tensor | None = None,
         overwrite: bool = False,
     ) -> None:
         num_rows, vocab_size = draft_logits.shape
@@ -62,11 +96,15 @@ class Rows(RowSums):
         self._target_is_partial = target_log_z is not None
         limit = CPU_TILE if device.type == "cpu" else ACCELERATOR_TILE
         self._tile_rows = max(1, limit // max(1, vocab_size))
+        self._most_rows = max(num_rows, 0 if target_logits is None else len(target_logits))
         self._overwrite = overwrite
         self._scratch: list[Tensor] = []
         self._invalid = None if valid is None else (~valid).unsqueeze(-1)
-        self._draft_log_probs = self._log_probs(draft_logits)
-        self._target_log_probs = None if target_logits is None else self._log_probs(target_logits, target_log_z)
+        self._draft_log_probs = self._log_probs(draft_logits, self._invalid)
+        self._known_target: _TargetRows | None = None
+        if target_logits is not None:
+            invalid = self._invalid if target_index is None else None
+            self._known_target = _TargetRows(self._log_probs(target_logits, invalid, target_log_z), target_index)
         self._gradients: list[AddGradient] = []
 
     @property
@@ -75,9 +113,13 @@ class Rows(RowSums):
 
     @property
     def target_log_probs(self) -> Tensor:
-        if self._target_log_probs is None:
+        return self._target.of_rows(self._target.log_probs)
+
+    @property
+    def _target(self) -> _TargetRows:
+        if self._known_target is None:
             raise ValueError("this objective needs target logits, and none were given")
-        return self._target_log_probs
+        return self._known_target
 
     def draft_label(self, labels: Tensor) -> Tensor:
         def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
@@ -88,14 +130,17 @@ class Rows(RowSums):
         return self._term(value, add_gradient).clamp(min=LOG_ZERO)
 
     def target_label(self, labels: Tensor) -> Tensor:
-        return self.target_log_probs.gather(1, labels[:, None]).squeeze(1).clamp(min=LOG_ZERO)
+        target = self._target
+        if target.index is None:
+            return target.log_probs.gather(1, labels[:, None]).squeeze(1).clamp(min=LOG_ZERO)
+        return target.log_probs[target.index, labels].clamp(min=LOG_ZERO)
 
     def overlaps(self, *scales: Tensor) -> list[Tensor]:
-        target_log_probs = self.target_log_probs
+        target = self._target
         known = [scale.detach() for scale in scales]
         values, slopes = [torch.empty_like(s) for s in known], [torch.empty_like(s) for s in known]
         for rows, (p, q, *free) in self._tiles(4):
-            torch.exp(target_log_probs[rows], out=p)
+            target.probs_of(rows, p)
             torch.exp(self.draft_log_probs[rows], out=q)
             for scale, value, slope in zip(known, values, slopes, strict=True):
                 value[rows], slope[rows] = overlap_and_slope(scale[rows], p, q, (free[0], free[1]))
@@ -103,7 +148,7 @@ class Rows(RowSums):
         def gradient_at(scale: Tensor) -> AddGradient:
             def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
                 p, *free = tile.free
-                torch.exp(target_log_probs[tile.rows], out=p)
+                target.probs_of(tile.rows, p)
                 gradient = overlap_logit_gradient(scale[tile.rows], p, tile.q, (free[0], free[1]))
                 tile.out.addcmul_(gradient, coefficient)
 
@@ -115,23 +160,23 @@ class Rows(RowSums):
         ]
 
     def kl(self) -> Tensor:
-        target_log_probs, is_partial = self.target_log_probs, self._target_is_partial
-        value = self._divergence(target_log_probs, self.draft_log_probs)
+        target, draft, is_partial = self._target, self.draft_log_probs, self._target_is_partial
+        value = self._divergence(target.log_probs_of, lambda rows, _out: draft[rows])
 
         def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
-            p = torch.exp(target_log_probs[tile.rows], out=tile.free[0])
+            p = target.probs_of(tile.rows, tile.free[0])
             mass = coefficient * p.sum(-1, keepdim=True) if is_partial else coefficient
             tile.out.addcmul_(tile.q, mass).addcmul_(p, coefficient, value=-1)
 
         return self._term(value, add_gradient)
 
     def reverse_kl(self) -> Tensor:
-        draft_log_probs, target_log_probs = self.draft_log_probs, self.target_log_probs
-        value = self._divergence(draft_log_probs, target_log_probs)
+        draft, target = self.draft_log_probs, self._target
+        value = self._divergence(lambda rows, _out: draft[rows], target.log_probs_of)
 
         def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
             rows, free = tile.rows, (tile.free[0], tile.free[1])
-            surprise = _difference(draft_log_probs[rows], target_log_probs[rows], free)
+            surprise = _difference(draft[rows], target.log_probs_of(rows, free[1]), free)
             tile.out.addcmul_(surprise.sub_(value[rows, None]).mul_(tile.q), coefficient)
 
         return self._term(value, add_gradient)
@@ -140,7 +185,7 @@ class Rows(RowSums):
         return _first_argmax(self.draft_log_probs)
 
     def target_argmax(self) -> Tensor:
-        return _first_argmax(self.target_log_probs)
+        return self._target.of_rows(_first_argmax(self._target.log_probs))
 
     @torch.no_grad()
     def draft_gradient(self, outputs: list[Tensor], grads: list[Tensor]) -> Tensor:
@@ -161,32 +206,33 @@ class Rows(RowSums):
         self._gradients.append(add_gradient)
         return self._with_leaf(value)
 
-    def _divergence(self, log_a: Tensor, log_b: Tensor) -> Tensor:
+    def _divergence(self, log_a: GiveTile, log_b: GiveTile) -> Tensor:
         """Return sum_v a (log a - log b), ``[R]``."""
-        value = log_a.new_empty(self.num_rows)
-        for rows, (a, *free) in self._tiles(3):
-            torch.exp(log_a[rows], out=a)
-            value[rows] = _difference(log_a[rows], log_b[rows], (free[0], free[1])).mul_(a).sum(-1)
+        value = self.draft_log_probs.new_empty(self.num_rows)
+        for rows, (a, first, second) in self._tiles(3):
+            difference = _difference(log_a(rows, first), log_b(rows, second), (first, second))
+            value[rows] = difference.mul_(torch.exp(log_a(rows, a), out=a)).sum(-1)
         return value
 
-    def _tiles(self, num_scratch: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    def _tiles(self, num_scratch: int, num_rows: int | None = None) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield slices of a few rows, each with scratch tiles ``[r, V]`` that the next slice uses again."""
+        num_rows = self.num_rows if num_rows is None else num_rows
         while len(self._scratch) < num_scratch:
-            shape = (min(self._tile_rows, self.num_rows), self.vocab_size)
+            shape = (min(self._tile_rows, self._most_rows), self.vocab_size)
             self._scratch.append(torch.empty(shape, dtype=self.dtype, device=self.device))
-        for start in range(0, self.num_rows, self._tile_rows):
-            rows = slice(start, min(start + self._tile_rows, self.num_rows))
+        for start in range(0, num_rows, self._tile_rows):
+            rows = slice(start, min(start + self._tile_rows, num_rows))
             yield rows, [tile[: rows.stop - start] for tile in self._scratch[:num_scratch]]
 
-    def _log_probs(self, logits: Tensor, log_z: Tensor | None = None) -> Tensor:
+    def _log_probs(self, logits: Tensor, invalid: Tensor | None, log_z: Tensor | None = None) -> Tensor:
         """Return log-probabilities in float32 (float64 if given float64), made tile by tile.
 
-        They are normalised by ``log_z`` ``[R]``, or by their own sum if it is None.
+        They are normalised by ``log_z`` ``[R]``, or by their own sum if it is None; ``invalid`` rows are uniform.
         """
         logits = logits.detach()
         in_place = self._overwrite and logits.dtype == self.dtype
         result = logits if in_place else torch.empty_like(logits, dtype=self.dtype)
-        for rows, (tile, scratch) in self._tiles(2):
+        for rows, (tile, scratch) in self._tiles(2, len(logits)):
             tile.copy_(logits[rows])
             if self.temperature != 1:
                 tile.div_(self.temperature)
@@ -196,8 +242,8 @@ class Rows(RowSums):
                 tile.sub_(tile.amax(-1, keepdim=True))
                 # sum() adds pairwise; over 150,000 terms in float32 that is worth a digit over torch.log_softmax
                 tile.sub_(torch.exp(tile, out=scratch).sum(-1, keepdim=True).log_())
-            if self._invalid is not None:
-                tile.masked_fill_(self._invalid[rows], -math.log(self.vocab_size))
+            if invalid is not None:
+                tile.masked_fill_(invalid[rows], -math.log(self.vocab_size))
             result[rows] = tile
         return result
 

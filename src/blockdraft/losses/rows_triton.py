@@ -56,6 +56,7 @@ class TritonRows(RowSums):
         temperature: float = 1.0,
         valid: Tensor | None = None,
         target_log_z: Tensor | None = None,
+        target_index: Tensor | None = None,
         overwrite: bool = False,
     ) -> None:
         num_rows, vocab_size = draft_logits.shape
@@ -69,8 +70,9 @@ class TritonRows(RowSums):
         self._valid = (
             torch.ones(num_rows, dtype=torch.bool, device=self.device) if valid is None else valid.contiguous()
         )
-        self._given_log_z = None if target_log_z is None else target_log_z.detach().float().contiguous()
-        self._draft_log_z, self._draft_argmax = self._normaliser(self._draft)
+        self._index = None if target_index is None else target_index.contiguous()
+        self._given_log_z = None if target_log_z is None else self._of_rows(target_log_z.detach().float()).contiguous()
+        self._draft_log_z, self._draft_argmax = self._normaliser(self._draft, self._valid)
         self._terms: list[_Term] = []
 
     @property
@@ -79,14 +81,16 @@ class TritonRows(RowSums):
 
     @property
     def target_log_probs(self) -> Tensor:
-        return self._log_probs(*self._known_target)
+        target, log_z = self._known_target
+        return self._log_probs(self._of_rows(target), log_z)
 
     def draft_label(self, labels: Tensor) -> Tensor:
         value = self._label_log_probs(self._draft, self._draft_log_z, labels)
         return self._term(value, _Term("label", -1.0, labels)).clamp(min=LOG_ZERO)
 
     def target_label(self, labels: Tensor) -> Tensor:
-        return self._label_log_probs(*self._known_target, labels).clamp(min=LOG_ZERO)
+        target, log_z = self._known_target
+        return self._label_log_probs(target, log_z, labels, self._index).clamp(min=LOG_ZERO)
 
     def overlaps(self, *scales: Tensor) -> list[Tensor]:
         target, target_log_z = self._known_target
@@ -95,7 +99,14 @@ class TritonRows(RowSums):
             some = scales[start : start + kernel_ops.MAX_SCALES]
             known = torch.stack([scale.detach() for scale in some])
             sums = kernel_ops.overlaps(
-                self._draft, self._draft_log_z, target, target_log_z, self._valid, known, self.temperature
+                self._draft,
+                self._draft_log_z,
+                target,
+                target_log_z,
+                self._valid,
+                known,
+                self.temperature,
+                self._index,
             )
             below, slope = sums.unflatten(0, (len(some), 2)).unbind(1)
             value = torch.addcmul(below, known, slope)
@@ -106,13 +117,13 @@ class TritonRows(RowSums):
 
     def kl(self) -> Tensor:
         value, mass = kernel_ops.divergence(
-            *self._known_target, self._draft, self._draft_log_z, self._valid, self.temperature
+            *self._known_target, self._draft, self._draft_log_z, self._valid, self.temperature, first_index=self._index
         )
         return self._term(value, _Term("kl", mass))
 
     def reverse_kl(self) -> Tensor:
         value, _ = kernel_ops.divergence(
-            self._draft, self._draft_log_z, *self._known_target, self._valid, self.temperature
+            self._draft, self._draft_log_z, *self._known_target, self._valid, self.temperature, second_index=self._index
         )
         return self._term(value, _Term("reverse_kl", -value))
 
@@ -120,7 +131,7 @@ class TritonRows(RowSums):
         return self._draft_argmax
 
     def target_argmax(self) -> Tensor:
-        return self._target_normaliser[1]
+        return self._of_rows(self._target_normaliser[1])
 
     @torch.no_grad()
     def draft_gradient(self, outputs: list[Tensor], grads: list[Tensor]) -> Tensor:
@@ -134,7 +145,7 @@ class TritonRows(RowSums):
         target, target_log_z = self._known_target if kinds - {"label"} else (None, None)
         kernel_ops.gradient_(
             gradient, self._draft_log_z, target, target_log_z, self._valid, labels, table, self.temperature,
-            num_scales, "kl" in kinds, "reverse_kl" in kinds,
+            num_scales, "kl" in kinds, "reverse_kl" in kinds, None if target is None else self._index,
         )  # fmt: skip
         if full is not None and self._full_leaf is not None:
             direct = full / self.temperature
@@ -169,24 +180,32 @@ class TritonRows(RowSums):
 
     @property
     def _known_target(self) -> tuple[Tensor, Tensor]:
-        """Give the target's logits and their normalisers."""
+        """Give the target's logits ``[P, V]`` and the normalisers ``[R]`` of the rows that are read of them."""
         if self._target is None:
             raise ValueError("this objective needs target logits, and none were given")
-        return self._target, self._target_normaliser[0] if self._given_log_z is None else self._given_log_z
+        if self._given_log_z is not None:
+            return self._target, self._given_log_z
+        return self._target, self._of_rows(self._target_normaliser[0])
 
     @cached_property
     def _target_normaliser(self) -> tuple[Tensor, Tensor]:
         """Give the log normaliser and argmax of the target's logits, these V alone."""
         if self._target is None:
             raise ValueError("this objective needs target logits, and none were given")
-        return self._normaliser(self._target)
+        valid = self._valid if self._index is None else self._valid.new_ones(len(self._target))
+        return self._normaliser(self._target, valid)
 
-    def _normaliser(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        log_z, argmax = kernel_ops.normaliser(logits, self._valid, self.temperature)
+    def _of_rows(self, values: Tensor) -> Tensor:
+        """Return ``[R, ..]`` of values ``[P, ..]`` of the target's rows."""
+        return values if self._index is None else values[self._index]
+
+    def _normaliser(self, logits: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        log_z, argmax = kernel_ops.normaliser(logits, valid, self.temperature)
         return log_z, argmax
 
-    def _label_log_probs(self, logits: Tensor, log_z: Tensor, labels: Tensor) -> Tensor:
-        value = logits.gather(1, labels[:, None]).squeeze(1).float() / self.temperature - log_z
+    def _label_log_probs(self, logits: Tensor, log_z: Tensor, labels: Tensor, index: Tensor | None = None) -> Tensor:
+        at_label = logits.gather(1, labels[:, None]).squeeze(1) if index is None else logits[index, labels]
+        value = at_label.float() / self.temperature - log_z
         return torch.where(self._valid, value, -math.log(self.vocab_size))
 
     def _log_probs(self, logits: Tensor, log_z: Tensor) -> Tensor:

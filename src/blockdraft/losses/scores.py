@@ -33,8 +33,11 @@ class Blocks:
         segments: ``[N]`` the run that each block belongs to (see `blockdraft.losses.anchor_runs`): blocks of one id
             stand at consecutive anchors of one text, in order. None for blocks that have nothing to do with
             each other.
+        target_index: ``[N, B]`` which row of the target each position reads, where positions share rows; the target's
+            logits are then ``[P, V]``, and positions that are not valid must read one that is finite.
         overwrite: reuse the storage of the logits; for callers that own them.
         checked: labels and mask have been through `check_labels`, which makes the host wait for the device.
+        runs_checked: the blocks of a segment are known to continue each other, which else is checked the same way.
         for_statistics: take S(1; p, q) and S(a; p, q) in one sweep, since statistics want both. Otherwise each is
             taken when it is first asked for.
         rows: what takes the sums over the vocabulary.
@@ -54,12 +57,14 @@ class Blocks:
         temperature: float = 1.0,
         reduced: ReducedTarget | None = None,
         segments: Tensor | None = None,
+        target_index: Tensor | None = None,
         overwrite: bool = False,
         checked: bool = False,
+        runs_checked: bool = False,
         for_statistics: bool = False,
         rows: Callable[..., RowSums] = Rows,
     ) -> None:
-        check_logits(draft_logits, target_logits, labels)
+        check_logits(draft_logits, target_logits, labels, target_index)
         self.num_blocks, self.block_size, vocab_size = draft_logits.shape
         if checked:
             self.valid, self.labels = _all_of(labels) if valid is None else valid, labels
@@ -73,14 +78,20 @@ class Blocks:
             reduced.check(labels, temperature)
             if target_logits is not None and reduced.log_z is None:
                 raise ValueError("a reduced draft vocabulary needs log_z, the target's normaliser over all of its own")
-            log_z = None if target_logits is None else reduced.log_z
+            log_z = None if target_logits is None or reduced.log_z is None else reduced.log_z.reshape(-1)
+            if log_z is not None and target_logits is not None and target_index is not None:
+                log_z = torch.where(self.valid.reshape(-1), log_z, math.log(vocab_size))
+                nobody = torch.full_like(target_logits[:, 0], -LOG_ZERO, dtype=log_z.dtype)  # p = 0 where none reads
+                log_z = nobody.scatter(0, target_index.reshape(-1), log_z)
         self._reduced, self._segments, self._for_statistics = reduced, segments, for_statistics
+        self._runs_checked = runs_checked
         self.rows = rows(
             draft_logits.reshape(-1, vocab_size),
             None if target_logits is None else target_logits.reshape(-1, vocab_size),
             temperature=temperature,
             valid=None if valid is None else self.valid.reshape(-1),
-            target_log_z=None if log_z is None else log_z.reshape(-1),
+            target_log_z=log_z,
+            target_index=None if target_index is None else target_index.reshape(-1),
             overwrite=overwrite,
         )
 
@@ -207,7 +218,7 @@ class Blocks:
     @cached_property
     def runs(self) -> AnchorRuns:
         """Give the runs of consecutive anchors that the blocks form."""
-        return AnchorRuns.of(self._segments, self.labels, self.valid)
+        return AnchorRuns.of(self._segments, self.labels, self.valid, checked=self._runs_checked)
 
     def mean_over_valid(self, values: Tensor) -> Tensor:
         """Return the mean ``[N]`` of ``values`` over each block's valid positions, 0 for an empty block."""
@@ -252,11 +263,20 @@ def finite_log(x: Tensor) -> Tensor:
     return x.clamp(min=torch.finfo(x.dtype).tiny).log()
 
 
-def check_logits(draft_logits: Tensor, target_logits: Tensor | None, labels: Tensor) -> None:
+def check_logits(
+    draft_logits: Tensor, target_logits: Tensor | None, labels: Tensor, target_index: Tensor | None = None
+) -> None:
     """Refuse shapes that do not belong together."""
     if draft_logits.dim() != 3:
         raise ValueError(f"draft_logits must be [N, B, V], got shape {list(draft_logits.shape)}")
-    if target_logits is not None and target_logits.shape != draft_logits.shape:
+    if target_logits is not None and target_index is not None:
+        if target_logits.dim() != 2 or target_logits.shape[1] != draft_logits.shape[2]:
+            raise ValueError(
+                f"with an index target_logits must be [P, {draft_logits.shape[2]}], got {list(target_logits.shape)}"
+            )
+        if target_index.shape != labels.shape:
+            raise ValueError(f"target_index must be [N, B] = {list(labels.shape)}, got {list(target_index.shape)}")
+    elif target_logits is not None and target_logits.shape != draft_logits.shape:
         raise ValueError(
             f"target_logits {list(target_logits.shape)} and draft_logits {list(draft_logits.shape)} differ in shape"
         )

@@ -153,7 +153,9 @@ class RuntimeSection(Section):
     )
     parallel: Literal["ddp", "fsdp"] = Field("ddp", description="replicate the drafter over processes, or shard it")
     shard_target: bool = Field(False, description="shard the target's layers over the processes")
-    compile: bool = Field(False, description="compile the drafter's layers with torch.compile")
+    compile: bool | None = Field(
+        None, description="compile the drafter's layers with torch.compile; null is on a GPU, if a small layer passes"
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     threads: int | None = Field(None, ge=1, description="CPU threads; null leaves PyTorch's choice")
     fused: bool = Field(True, description="fuse head and objective, so that no [tokens, vocabulary] tensor exists")

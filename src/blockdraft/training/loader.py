@@ -1,7 +1,7 @@
 """A prefetching loader: the batches of one process, made ahead of time by a thread."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -14,11 +14,22 @@ from blockdraft.data import Batch, BatchSampler, TextAnchors, collate, partition
 class PrefetchingLoader:
     """Yields what this process trains on, step by step, ``accumulation`` batches each.
 
+    ``prepare`` is applied to every batch in the thread: what can be checked, read or pinned before a step is.
+
     seconds_waited: time that the trainer has waited for batches.
     """
 
-    def __init__(self, sampler: BatchSampler, *, rank: int, world_size: int, accumulation: int) -> None:
+    def __init__(
+        self,
+        sampler: BatchSampler,
+        *,
+        rank: int,
+        world_size: int,
+        accumulation: int,
+        prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
         self.sampler, self.rank, self.world_size, self.accumulation = sampler, rank, world_size, accumulation
+        self.prepare = prepare
         self.seconds_waited = 0.0
 
     def steps(self, first: int, end: int) -> Iterator[list[Batch]]:
@@ -38,7 +49,7 @@ class PrefetchingLoader:
         chosen = self.sampler.step(*divmod(step, self.sampler.steps_per_epoch))
         parts = partition(chosen, self.world_size * self.accumulation, self.sampler.dataset)
         mine = parts[self.rank * self.accumulation : (self.rank + 1) * self.accumulation]
-        return [self._batch(part, chosen) for part in mine]
+        return [self.prepare(self._batch(part, chosen)) for part in mine]
 
     def _batch(self, part: list[TextAnchors], chosen: list[TextAnchors]) -> Batch:
         """Collate a part. An empty one becomes a block that counts for nothing: every process takes part."""

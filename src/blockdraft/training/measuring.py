@@ -1,5 +1,6 @@
-"""What is measured on held-out texts while training goes on: expected accepted lengths, and real decoding."""
+"""What is measured while training goes on: expected accepted lengths, real decoding, and how fast it goes."""
 
+import time
 from dataclasses import fields
 from typing import Any
 
@@ -11,11 +12,42 @@ from blockdraft.distributed import Distributed
 from blockdraft.drafters import Drafter
 from blockdraft.losses import BlockStatistics, objective
 from blockdraft.targets import Target
-from blockdraft.training.step import TrainingStep
+from blockdraft.training.capacity import peak_memory, peak_rate
+from blockdraft.training.loader import PrefetchingLoader
+from blockdraft.training.step import TrainingStep, check_batch
 from blockdraft.verification import RULES
 
 TEXTS_PER_BATCH = 16
 DECODED_TOKENS = 128
+
+
+class Rates:
+    """Measures how fast a run goes, from now on.
+
+    Args:
+        distributed: its device has the peak rate and the memory.
+        loader: knows how long the trainer waited for it.
+        flops: floating-point operations of a step, all processes together.
+    """
+
+    def __init__(self, distributed: Distributed, loader: PrefetchingLoader, flops: float) -> None:
+        self.device, self.loader = distributed.device, loader
+        peak = peak_rate(self.device)
+        self.share_of_peak = None if peak is None else flops / (peak * distributed.world_size)
+        self.started, self.waited = time.perf_counter(), loader.seconds_waited
+
+    def measure(self, num_steps: int, num_blocks: float) -> dict[str, float]:
+        """Return the rates over so many steps, with the number of blocks in the last."""
+        seconds = time.perf_counter() - self.started
+        rates = {
+            "steps_per_second": num_steps / seconds,
+            "blocks_per_second": num_blocks * num_steps / seconds,
+            "waiting_for_data": (self.loader.seconds_waited - self.waited) / seconds,
+            "peak_memory_gib": peak_memory(self.device) / 2**30,
+        }
+        if self.share_of_peak is not None:
+            rates["flop_utilization"] = self.share_of_peak * num_steps / seconds
+        return rates
 
 
 class HeldOutBlocks:
@@ -55,9 +87,11 @@ class HeldOutBlocks:
         for number, part in enumerate(parts):
             mine = number % distributed.world_size == distributed.rank
             if mine or lockstep:
-                batch = collate(part, self.dataset, self.num_proposals).to(distributed.device)
+                batch = collate(part, self.dataset, self.num_proposals)
+                check_batch(batch, step.target.vocab_size)
+                batch = batch.to(distributed.device)
                 stats = step(batch, self.features(batch), self.objective)[2]
-                if mine:
+                if mine and stats is not None:
                     total = stats if total is None else total + stats
         step.drafter.train()
         empty = torch.zeros(self.num_proposals, device=distributed.device)

@@ -11,10 +11,15 @@ from blockdraft.recipes.schema import OptimizerSection
 
 
 def make_optimizers(module: nn.Module, options: OptimizerSection) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a recipe over a module's parameters; each parameter belongs to exactly one of them."""
+    """Build the optimizers of a recipe over a module's parameters; each parameter belongs to exactly one of them.
+
+    On CUDA, AdamW takes one kernel for all of them.
+    """
     adamw: dict[str, Any] = {
         "lr": options.learning_rate, "betas": options.betas, "weight_decay": options.weight_decay
     }  # fmt: skip
+    if all(parameter.is_cuda for parameter in module.parameters()):
+        adamw["fused"] = True
     if options.name == "adamw":
         return [torch.optim.AdamW(module.parameters(), **adamw)]
     named = dict(module.named_parameters())
@@ -22,6 +27,16 @@ def make_optimizers(module: nn.Module, options: OptimizerSection) -> list[torch.
     others = [parameter for name, parameter in named.items() if not is_matrix(name, parameter)]
     muon = Muon(matrices, lr=options.learning_rate, weight_decay=options.weight_decay)
     return [muon, torch.optim.AdamW(others, **adamw)]
+
+
+def scale_gradients(parameters: Iterable[Tensor], scale: Tensor) -> None:
+    """Multiply all gradients by a number on their device."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and not any(isinstance(gradient, DTensor) for gradient in gradients):
+        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        return
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

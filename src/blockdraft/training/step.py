@@ -1,5 +1,6 @@
 """One batch through drafter and objective."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ from torch.nn.functional import linear
 from blockdraft.data import Batch
 from blockdraft.drafters import Drafter
 from blockdraft.losses import BlockStatistics, Objective, block_scores, block_statistics, fused_linear_objective
+from blockdraft.losses.anchor_runs import check_runs
+from blockdraft.losses.fused import TargetIndex
 from blockdraft.losses.reduced import ReducedTarget, draft_index, restrict_labels
+from blockdraft.losses.scores import check_labels
 from blockdraft.targets import Target, TargetOutput
 
 
@@ -25,42 +29,56 @@ class TrainingStep(nn.Module):
         self.target, self.precision, self.fused = target, precision, fused
 
     def forward(
-        self, batch: Batch, output: TargetOutput, objective: Objective
-    ) -> tuple[Tensor, Tensor, BlockStatistics, Tensor]:
-        """Return the objective's numerator (with gradient) and denominator, statistics, and survival ``[A, B]``."""
+        self, batch: Batch, output: TargetOutput, objective: Objective, *, stats: bool = True
+    ) -> tuple[Tensor, Tensor, BlockStatistics | None, Tensor | None]:
+        """Return the objective's numerator (with gradient) and denominator, and statistics and survival ``[A, B]``.
+
+        The last two are None without ``stats``. The batch is taken as it is: see `check_batch`.
+        """
         assert output.features is not None
         with torch.autocast(batch.tokens.device.type, self.precision, enabled=self.precision != torch.float32):
             features = output.features if self.precision != torch.float32 else output.features.float()
             hidden = self.drafter(features, batch.anchor_tokens, batch.anchors, self.target)
             markov = self.drafter.markov(hidden, batch.previous)
-        target_hidden = batch.at_blocks(output.hidden)
         head, labels, valid = self.drafter.head(self.target), batch.labels, batch.valid
         reduced = None
         if self.drafter.draft_ids is not None:
-            labels, valid = restrict_labels(labels, valid, self.drafter.draft_ids, self.target.vocab_size)
+            labels, valid = restrict_labels(labels, valid, self._draft_index)
             reduced = self._reduced(batch, output, objective.temperature)
         if self.fused:
             value = fused_linear_objective(
-                objective, hidden, target_hidden, head, head, labels, valid, markov, reduced=reduced,
-                segments=batch.segments,
+                objective, hidden, batch.read_by_blocks(output.hidden), head, head, labels, valid, markov,
+                reduced=reduced, segments=batch.segments, target_index=TargetIndex(batch.read_index, batch.read_bounds),
+                checked=True, stats=stats,
             )  # fmt: skip
-            assert value.stats is not None
-            assert value.survival is not None
             return value.numerator, value.denominator, value.stats, value.survival
         logits = hidden.to(self.target.dtype) @ head.T
         if markov is not None:
             logits = logits + (markov[0] @ markov[1].T).to(logits.dtype)
-        target_logits = linear(target_hidden, head)
+        target_logits = linear(batch.at_blocks(output.hidden), head)
         options: dict[str, Any] = {"temperature": objective.temperature, "reduced": reduced}
         value = objective(logits, target_logits, labels, valid, reduced=reduced, segments=batch.segments)
-        stats = block_statistics(logits, target_logits, labels, valid, **options)
+        if not stats:
+            return value.numerator, value.denominator, None, None
+        measured = block_statistics(logits, target_logits, labels, valid, **options)
         log_sampled, _ = block_scores(logits.detach(), target_logits, labels, valid, **options)
-        return value.numerator, value.denominator, stats, log_sampled.exp()
+        return value.numerator, value.denominator, measured, log_sampled.exp()
 
     def _reduced(self, batch: Batch, output: TargetOutput, temperature: float) -> ReducedTarget:
         """Return the target's normaliser and argmax at the blocks' positions, the argmax as an index into D."""
         assert output.normalizer is not None
-        assert self.drafter.draft_ids is not None
-        index = draft_index(self.drafter.draft_ids, self.target.vocab_size)
-        argmax = index[batch.at_blocks(output.normalizer.argmax)]
+        argmax = self._draft_index[batch.at_blocks(output.normalizer.argmax)]
         return ReducedTarget(batch.at_blocks(output.normalizer.log_z), argmax, temperature)
+
+    @cached_property
+    def _draft_index(self) -> Tensor:
+        """Give the place of every token in the drafter's vocabulary ``[V]``; looked up once, since it is checked."""
+        assert self.drafter.draft_ids is not None
+        return draft_index(self.drafter.draft_ids, self.target.vocab_size)
+
+
+def check_batch(batch: Batch, vocab_size: int) -> None:
+    """Refuse labels outside the vocabulary and masks with holes, on the CPU: a device would make the host wait."""
+    check_labels(batch.labels, batch.valid, vocab_size)
+    if batch.segments is not None:
+        check_runs(batch.segments, batch.labels, batch.valid)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from blockdraft.data import Batch, BatchSampler, CachedFeatures, Features, OnlineFeatures, TextDataset, open_dataset
 from blockdraft.data.features import build_cache, refuse_large_cache
-from blockdraft.distributed import Distributed, shard
+from blockdraft.distributed import Distributed, shard_frozen
 from blockdraft.errors import BlockdraftError
 from blockdraft.files import exclusive
 from blockdraft.losses import Annealing, Objective
@@ -31,14 +30,22 @@ from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, RecipeError, is_annealed
 from blockdraft.runs import Run, RunInfo, RunTarget
 from blockdraft.targets import Sampling, Target, fingerprint
+from blockdraft.training.compiling import compiles
 from blockdraft.training.initialization import new_drafter
 from blockdraft.training.loader import PrefetchingLoader
-from blockdraft.training.measuring import DecodedPrompts, HeldOutBlocks, summary
-from blockdraft.training.optimizers import learning_rate_at, make_optimizers
-from blockdraft.training.step import TrainingStep
+from blockdraft.training.measuring import DecodedPrompts, HeldOutBlocks, Rates, summary
+from blockdraft.training.optimizers import learning_rate_at, make_optimizers, scale_gradients
+from blockdraft.training.resources import step_flops
+from blockdraft.training.step import TrainingStep, check_batch
 from blockdraft.training.trackers import MetricsLog, check_trackers
 from blockdraft.training.vocabulary import Coverage, coverage
 from blockdraft.verification import RULES
+
+SUMS = ("numerator", "denominator", "num_blocks", *RULES, "stop")
+"""What a step adds up over its batches and processes; the last says how many were asked to stop."""
+
+STOP_STEPS = 16
+"""A step is read at least so often, so that processes which were asked to stop do so soon."""
 
 FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -53,7 +60,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is after one optimizer step."""
+    """Where a run is after one optimizer step; the metrics are those of the last step that was measured."""
 
     step: int
     num_steps: int
@@ -98,19 +105,24 @@ class Trainer:
             self.annealing = Annealing(self.num_steps, schedule.ratio, schedule.initial, schedule.final)
         self.loader = PrefetchingLoader(
             self.sampler, rank=self.distributed.rank, world_size=self.distributed.world_size,
-            accumulation=recipe.batch.gradient_accumulation_steps,
+            accumulation=recipe.batch.gradient_accumulation_steps, prepare=self._prepare,
         )  # fmt: skip
         self.features = self._make_features(training)
         self._prepare_measuring(heldout)
         self._prepare_modules()
+        tokens_per_step = recipe.batch.num_texts * len(training.tokens) / max(1, len(training))
+        self.flops = step_flops(recipe, self.config, sum(p.numel() for p in target.model.parameters()), tokens_per_step)
+        """Floating-point operations of one step, all processes together."""
         self.step, self.best_step, self.best_length = 0, 0, -1.0
-        self._asked_to_stop = False
+        self._asked_to_stop = self._stop_is_asked_for = False
         info = RunInfo(
             recipe=self.recipe, target=RunTarget(name=target.name, fingerprint=target_fingerprint),
             data=dataset.identity, num_steps=self.num_steps, steps_per_epoch=self.sampler.steps_per_epoch,
             drafter=self.config.to_dict(), provenance=Provenance.here(),
         )  # fmt: skip
         self.run = self._open_run(Path(folder), info)
+        self._bad_steps = torch.zeros(2, dtype=torch.long, device=self.distributed.device)
+        """The first steps whose loss and gradient norm were not finite, 0 for none; on the device, until it is read."""
 
     # Training
 
@@ -134,25 +146,29 @@ class Trainer:
         if self.step == 0 and log is not None:
             log.write({"step": 0} | measured)
         self.drafter.train()
-        started, first = time.perf_counter(), self.step
+        rates, first = Rates(self.distributed, self.loader, self.flops), self.step
+        metrics: dict[str, Any] = {}
         for batches in self._steps():
-            metrics = self.take_step(batches)
-            seconds = time.perf_counter() - started
-            metrics["steps_per_second"] = (self.step - first) / seconds
-            metrics["waiting_for_data"] = self.loader.seconds_waited / seconds
-            epoch_end, last = self.step % per_epoch == 0, self.step == self.num_steps
+            number = self.step + 1
+            epoch_end, last = number % per_epoch == 0, number == self.num_steps
+            measures = epoch_end or last or (logging.eval_steps and number % logging.eval_steps == 0)
+            saves, logs = epoch_end or last or number % logging.save_steps == 0, number % logging.logging_steps == 0
+            is_read = bool(logs or saves or measures or number == first + 1 or number % STOP_STEPS == 0)
+            found = self.take_step(batches, read=is_read)
+            if is_read:
+                metrics = found | rates.measure(self.step - first, found["num_blocks"])
             if epoch_end:
                 self._exchange_walk()
                 self.sampler.finish_epoch()
             length: float | None = None
-            if epoch_end or last or (logging.eval_steps and self.step % logging.eval_steps == 0):
+            if measures:
                 measured = self.evaluate()
                 metrics |= measured
                 length = measured.get("heldout_length_block")
-            if log is not None and (self.step % logging.logging_steps == 0 or last or length is not None):
+            if log is not None and (logs or last or length is not None):
                 log.write(metrics)
             stop = self._stopping()
-            if epoch_end or last or stop or self.step % logging.save_steps == 0:
+            if saves or stop:
                 self.save(length)
             on_step(Progress(self.step, self.num_steps, metrics))
             if stop and not last:
@@ -177,8 +193,12 @@ class Trainer:
             for found in self.distributed.all_gather(self.sampler.next_walk):
                 self.sampler.next_walk |= found
 
-    def take_step(self, batches: list[Batch]) -> dict[str, Any]:
-        """Take one optimizer step over this process's share of the global batch."""
+    def take_step(self, batches: list[Batch], *, read: bool = True) -> dict[str, Any]:
+        """Take one optimizer step over this process's share of the global batch, and return what it measured.
+
+        Only if it is to be ``read``, statistics are taken, and the host waits for the device, once. Otherwise nothing
+        is returned, and a loss that is not finite is reported by the next step that is read.
+        """
         distributed, options = self.distributed, self.recipe.optimizer
         objective, beta = self.objective, None
         if self.annealing is not None:
@@ -186,38 +206,50 @@ class Trainer:
             objective = dataclasses.replace(objective, beta=beta)  # type: ignore[call-arg]
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        sums = torch.zeros(6, dtype=torch.float64, device=distributed.device)
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=distributed.device)
         for number, batch in enumerate(batches):
             batch = batch.to(distributed.device)
             output = self.features(batch)
             with distributed.accumulating(self.module, last=number == len(batches) - 1):
-                numerator, denominator, stats, survival = self.module(batch, output, objective)
+                walks = batch.uniforms is not None
+                numerator, denominator, stats, survival = self.module(batch, output, objective, stats=read or walks)
                 numerator.backward()
-            if batch.uniforms is not None:
+            if walks:
                 self.sampler.move_on(batch, survival)
-            lengths = [getattr(stats, rule).sum() for rule in RULES]
-            sums += torch.stack([numerator.detach(), denominator, stats.num_blocks, *lengths]).double()
+            parts = [numerator.detach(), denominator]
+            if stats is not None:
+                parts += [stats.num_blocks, *(getattr(stats, rule).sum() for rule in RULES)]
+            sums[: len(parts)] += torch.stack(parts).double()
+        if self._asked_to_stop:
+            sums[-1] = 1
         totals = distributed.all_reduce(sums)
-        num_blocks = max(1.0, float(totals[2]))
-        loss = float(objective.reduce(totals[0], totals[1]))
+        loss = objective.reduce(totals[0], totals[1])
         scale = objective.gradient_scale(totals[0], totals[1]) * distributed.world_size  # gradients were averaged
-        for parameter in self.drafter.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        scale_gradients(self.drafter.parameters(), scale)
         norm = clip_grad_norm_(self.drafter.parameters(), options.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        self._refuse_non_finite(loss, grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        ends = torch.stack([loss, norm.double()])
+        is_new = (self._bad_steps == 0) & ~ends.isfinite()
+        self._bad_steps = torch.where(is_new, self.step + 1, self._bad_steps)
+        is_known = read or distributed.device.type == "cpu"
+        if is_known:
+            seen = torch.cat([totals, ends, self._bad_steps.double()]).tolist()
+            self._refuse_non_finite(*seen[-2:])
+            self._stop_is_asked_for = seen[len(SUMS) - 1] > 0
         rate = learning_rate_at(self.step, self.num_steps, options)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
         self.step += 1
+        if not read:
+            return {}
+        num_blocks = max(1.0, seen[2])
         metrics = {
-            "step": self.step, "epoch": self.step / self.sampler.steps_per_epoch, "loss": loss, "learning_rate": rate,
-            "grad_norm": grad_norm, "num_blocks": num_blocks,
+            "step": self.step, "epoch": self.step / self.sampler.steps_per_epoch, "loss": seen[len(SUMS)],
+            "learning_rate": rate, "grad_norm": seen[len(SUMS) + 1], "num_blocks": num_blocks,
         }  # fmt: skip
-        metrics |= {f"length_{rule}": float(x) / num_blocks for rule, x in zip(RULES, totals[3:], strict=True)}
+        metrics |= {f"length_{rule}": x / num_blocks for rule, x in zip(RULES, seen[3:], strict=False)}
         return metrics if beta is None else metrics | {"beta": beta}
 
     def evaluate(self) -> dict[str, Any]:
@@ -251,6 +283,12 @@ class Trainer:
         self.distributed.barrier()
 
     # Setting up
+
+    def _prepare(self, batch: Batch) -> Batch:
+        """Check a batch, read what is on disk of it, and pin it where a device will fetch it; called ahead of time."""
+        check_batch(batch, self.target.vocab_size)
+        batch = self.features.load(batch)
+        return batch.pinned() if self.distributed.device.type == "cuda" else batch
 
     def _make_features(self, training: TextDataset) -> Features:
         layers, data, temperature = self.config.target_layers, self.recipe.data, self._normalizer_temperature
@@ -301,13 +339,12 @@ class Trainer:
         precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}[runtime.precision or default]
         self.step_module = TrainingStep(self.drafter, self.target, precision, fused=runtime.fused)
         layers = list(self.drafter.layers)
-        if runtime.compile:
+        if compiles(runtime.compile, self.distributed.device, precision):
             for layer in layers:
                 layer.compile()
         if runtime.shard_target and self.distributed.is_distributed:
-            for layer in self.target.model.model.layers:
-                shard(layer, [])
-        self.module = self.distributed.wrap(self.step_module, runtime.parallel, layers)
+            shard_frozen(self.target.model.model, list(self.target.model.model.layers))
+        self.module = self.distributed.wrap(self.step_module, runtime.parallel, layers, precision)
         self.optimizers = make_optimizers(self.drafter, self.recipe.optimizer)
 
     def _open_run(self, folder: Path, info: RunInfo) -> Run:
@@ -350,17 +387,23 @@ class Trainer:
         self._asked_to_stop = True
 
     def _stopping(self) -> bool:
-        return float(self.distributed.all_reduce(torch.tensor(float(self._asked_to_stop)))) > 0
+        """Return whether to stop, in all processes at the same step: their flags travel with the step's sums."""
+        if not self.distributed.is_distributed:
+            return self._asked_to_stop
+        return self._stop_is_asked_for
 
-    def _refuse_non_finite(self, loss: float, norm: float) -> None:
-        bad = [name for name, value in (("loss", loss), ("gradient", norm)) if not abs(value) < float("inf")]
-        if bad:
-            saved = self.run.checkpoints()
-            kept = f"step {max(saved)} is in {self.run.folder / 'checkpoint'}" if saved else "there is none yet"
-            raise TrainingError(
-                f"the {' and the '.join(bad)} of step {self.step + 1} is not finite; the last good checkpoint: {kept}. "
-                "Try a smaller optimizer.learning_rate, a larger optimizer.warmup_ratio, or runtime.precision=float32"
-            )
+    def _refuse_non_finite(self, *bad_steps: float) -> None:
+        """Raise if the loss or the gradient has not been finite; these are the first such steps, 0 for none."""
+        if not any(bad_steps):
+            return
+        number = int(min(step for step in bad_steps if step))
+        bad = [name for name, step in zip(("loss", "gradient"), bad_steps, strict=True) if step == number]
+        saved = self.run.checkpoints()
+        kept = f"step {max(saved)} is in {self.run.folder / 'checkpoint'}" if saved else "there is none yet"
+        raise TrainingError(
+            f"the {' and the '.join(bad)} of step {number} is not finite; the last good checkpoint: {kept}. "
+            "Try a smaller optimizer.learning_rate, a larger optimizer.warmup_ratio, or runtime.precision=float32"
+        )
 
 
 def _refuse_other_sampling(recipe: Recipe, objective: Objective, dataset: TextDataset) -> None:
