@@ -32,7 +32,8 @@ def evaluate(
     drafter: Annotated[
         list[str],
         typer.Option(
-            help="The folder of a drafter or of a run, RUN@best, RUN@last, or NAME=FOLDER; several are compared."
+            help="A shipped drafter (see drafters ls), the folder of a drafter or of a run, RUN@best, RUN@last, or "
+            "NAME=FOLDER; several are compared."
         ),
     ],
     out: OutFolder,

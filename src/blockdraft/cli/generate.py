@@ -38,7 +38,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The drafter: the name or folder of a checkpoint.",
+            help="The drafter: one that comes with blockdraft (see drafters ls), a drafter's or a run's folder, or a "
+            "Hugging Face id.",
             show_default="none: decode autoregressively",
         ),
     ] = None,
@@ -98,7 +99,7 @@ def generate(
     if compare and rule is not None:
         raise typer.BadParameter("it runs the rules token and block; leave --rule out", param_hint="--compare")
     model = load_target(target, device=device, dtype=precision(dtype))
-    small = None if drafter is None else load_drafter(drafter, model).to(model.device, model.dtype)
+    small = None if drafter is None else load_drafter(drafter, model)
     rules = ["token", "block"] if compare else [str(rule or RuleName.block)]
     console = Console(highlight=False, soft_wrap=True)
     results = {}

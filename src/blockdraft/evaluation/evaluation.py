@@ -104,8 +104,8 @@ class Evaluation:
         results = Results(
             target=self.target.name, target_fingerprint=fingerprint(self.target), settings=self._settings(),
             provenance=_provenance(self.target, self.distributed, started), tasks=[task.about() for task in self.tasks],
-            drafters=[about(each, points[each.name], self.protocol) for each in self.candidates], cells=found.cells,
-            averages=found.averages, comparisons=found.comparisons,
+            drafters=[about(each, predictions[each.name], self.tasks, self.protocol) for each in self.candidates],
+            cells=found.cells, averages=found.averages, comparisons=found.comparisons,
             dynamics=self._dynamics() if self.distributed.is_main else [],
         )  # fmt: skip
         if self.distributed.is_main:

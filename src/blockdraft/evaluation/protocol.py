@@ -102,10 +102,11 @@ class Protocol:
         return sorted({self.texts_of(rule) for rule in self.rules})
 
     def predicted_temperatures(self, rule: Rule) -> tuple[float, ...]:
-        """Return the draft temperatures that lengths are predicted for: argmax drafts, and the grid if it applies."""
+        """Return the draft temperatures that lengths are predicted for: the paper's first, then all others."""
         if rule == "greedy":
             return (ONE_HOT,)
-        return (ONE_HOT, *self.grid) if self.one_hot else self.grid
+        others = [each for each in self.grid if each != self.temperature]
+        return (self.temperature, *others, *((ONE_HOT,) if self.one_hot else ()))
 
     # Ways to decode
 
