@@ -1,8 +1,6 @@
-"""``blockdraft evaluate``, ``report`` and ``demo``: the verbs that end with a table of results."""
+"""``blockdraft evaluate`` and ``report``: the verbs that end with a table of results."""
 
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -148,48 +146,6 @@ def report(
     if written.tables:
         _show_table(written.tables[0])
     print(f"{written.page}: {len(written.tables)} tables, {len(written.figure_files) // 2} figures")
-
-
-def demo(
-    target: Annotated[
-        str, typer.Option(help="pocket, which takes ten minutes, or smollm2, which takes more than an hour.")
-    ] = "pocket",
-    out: Annotated[Path | None, typer.Option(help="The folder to write.", show_default="demo/TARGET")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Run everything once, from data to a report.
-
-    The target answers prompts; a drafter is trained with CE on the answers and one with BV; both are evaluated.
-    Stop it whenever you like: the same command resumes.
-    """
-    from blockdraft.cli.progress import Stages
-    from blockdraft.demo import SIZES, Demo, DemoError
-
-    if target not in SIZES:
-        raise typer.BadParameter(f"{target!r} is not one of {', '.join(SIZES)}", param_hint="--target")
-    folder = out or Path("demo") / target
-    print(
-        f"{target} in {folder}: about {SIZES[target].minutes} minutes on two cores. "
-        "Stop it whenever you like: the same command resumes.",
-        file=sys.stderr,
-    )
-    started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the runs it started are told to stop, too
-    try:
-        with Stages() as stages:
-            results, written = Demo(target, folder, stages.show).run()
-    except DemoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    if as_json:
-        lines = list(map(str, written.headlines))
-        print_json({"report": str(written.page), "headlines": lines, "results": results.model_dump(mode="json")})
-    else:
-        show_results(results)
-        for headline in written.headlines:
-            print(headline)
-        print(f"the report: {written.page}")
-    print(f"{time.monotonic() - started:.0f} seconds", file=sys.stderr)
 
 
 def show_results(results: "Results") -> None:
