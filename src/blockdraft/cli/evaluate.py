@@ -10,10 +10,12 @@ from blockdraft.cli.options import (
     AsJson,
     Device,
     Dtype,
+    NumProposals,
     OutFolder,
     RuleName,
     Seed,
     TargetName,
+    as_num_proposals,
     finite,
     precision,
     print_json,
@@ -77,6 +79,7 @@ def evaluate(
             show_default="0.3 to 1.2",
         ),
     ] = None,
+    num_proposals: NumProposals = None,
     num_traces: Annotated[
         int, typer.Option(metavar="N", min=0, help="How many prompts of each task the report's block explorer shows.")
     ] = 2,
@@ -108,6 +111,7 @@ def evaluate(
         rules=as_rules([str(rule) for rule in rules or RuleName]), temperature=temperature,
         max_new_tokens=max_new_tokens, seed=seed, num_traces=num_traces, dynamics_texts=dynamics_texts,
         draft_temperatures=tuple(draft_temperatures) if draft_temperatures else GRID,
+        num_proposals=as_num_proposals(num_proposals),
     )  # fmt: skip
     chosen = load_tasks(tasks, folder=prompts, num_prompts=num_prompts, seed=seed)
     distributed = Distributed(device)
@@ -159,11 +163,16 @@ def show_results(results: "Results") -> None:
     for name in ("drafter", "rule", "temp.", "tokens/call", "95%", "predicted", "whole", "speed-up"):
         table.add_column(name, justify="left" if name in ("drafter", "rule") else "right", no_wrap=True)
     labels = {each.name: each.label for each in results.drafters}
+    fewer = {
+        each.name: f" ({each.num_proposals} of {each.trained_proposals} proposals)"
+        for each in results.drafters
+        if each.trained_proposals not in (None, each.num_proposals)
+    }
     for each in results.averages:
         length = each.acceptance_length
         name = each.drafter if labels[each.drafter] == each.drafter else f"{each.drafter}: {labels[each.drafter]}"
         table.add_row(
-            Text(name), each.rule, "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g}",
+            Text(name + fewer.get(each.drafter, "")), each.rule, "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g}",
             f"{length.value:.2f}", f"{length.low:.2f}-{length.high:.2f}", f"{each.predicted_length.value:.2f}",
             f"{each.whole_block_rate:.1%}", f"{each.speedup.value:.2f}x",
         )  # fmt: skip

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from blockdraft.decoding import ProposalChoice
 from blockdraft.drafters import SHIPPED, Drafter, load_drafter
 from blockdraft.evaluation.protocol import AUTOREGRESSIVE
 from blockdraft.evaluation.results import CheckpointName, EvaluationError
@@ -37,6 +38,7 @@ class Candidate:
     run: the training run that it lies in, if it does. step: the checkpoint's. checkpoint: whether it is the run's
         best or last one. shipped: what is known of a drafter that comes with the package.
     trained_proposals: the number of proposals that it was trained with, if it is made to propose fewer.
+    proposal_choice: how that number was chosen, if it was chosen for speed.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Candidate:
     checkpoint: CheckpointName | None = None
     shipped: ShippedDrafter | None = None
     trained_proposals: int | None = None
+    proposal_choice: ProposalChoice | None = None
 
     @property
     def recipe(self) -> Recipe | None:
@@ -70,6 +73,14 @@ class Candidate:
     def label(self) -> str:
         """What tables call it: how it was trained, or its name if the folder does not tell."""
         return self.name if self.recipe is None else label_of(self.recipe)
+
+    def with_proposals(self, num_proposals: int) -> "Candidate":
+        """Return the same drafter as one that proposes so many tokens."""
+        whole = self.drafter.config.num_proposals
+        if num_proposals == whole:
+            return self
+        fewer = self.drafter.with_proposals(num_proposals)
+        return dataclasses.replace(self, drafter=fewer, trained_proposals=self.trained_proposals or whole)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -312,7 +312,7 @@ def about(candidate: Candidate, predictions: Predictions, tasks: Sequence[Task],
         temperatures=points, checkpoint=candidate.checkpoint, fingerprint=candidate.fingerprint,
         recipe=None if candidate.recipe is None else candidate.recipe.model_dump(mode="json"),
         trained_proposals=candidate.trained_proposals or config.num_proposals,
-        lengths_by_proposals=predictions.lengths_by_proposals(tasks),
+        lengths_by_proposals=predictions.lengths_by_proposals(tasks), proposal_choice=candidate.proposal_choice,
     )  # fmt: skip
 
 
