@@ -18,6 +18,7 @@ from blockdraft.data.manifest import Identity, Manifest, ShardRecord
 from blockdraft.data.manifest import Provenance as DataProvenance
 from blockdraft.drafters import DrafterConfig
 from blockdraft.evaluation import results
+from blockdraft.evaluation.shipped import MeasuredLengths, Measurement, ShippedDrafter, TrainingTexts
 from blockdraft.provenance import Provenance
 from blockdraft.recipes import load_recipe, shipped_names
 from blockdraft.runs import RunInfo, RunTarget
@@ -182,7 +183,7 @@ MODELS = [
     Manifest, Identity, DataProvenance, ShardRecord, RunInfo, RunTarget, Provenance, DrafterConfig, results.Results,
     results.TaskAbout, results.DrafterAbout, results.Cell, results.Average, results.PairedRatio, results.DynamicsPoint,
     results.Profile, results.ProfileEntry, results.AcceptanceRates, results.Traces, results.TracedPrompt, results.Trace,
-    results.TracedRound, results.TracedToken,
+    results.TracedRound, results.TracedToken, ShippedDrafter, Measurement, MeasuredLengths, TrainingTexts,
 ]  # fmt: skip
 
 

@@ -53,8 +53,8 @@ def test_compare_shows_both_rules(folders):
     code, out, _ = run(*arguments, "--compare")
     assert code == 0
     assert out.count("per verification") == 2
-    assert "[token]" in out
-    assert "[block]" in out
+    assert "[token, 4 proposals]" in out
+    assert "[block, 4 proposals]" in out
 
 
 def test_json_holds_every_round(folders):
@@ -64,6 +64,30 @@ def test_json_holds_every_round(folders):
     result = json.loads(out)["token"]
     assert len(result["tokens"]) <= 12
     assert {"drafted", "accepted", "next_token", "seconds"} == set(result["rounds"][0])
+
+
+def test_fewer_proposals(folders):
+    arguments = ["--target", folders / "target", "--drafter", folders / "drafter", "--max-new-tokens", 12, "w7"]
+    result = json.loads(run(*arguments, "--num-proposals", 2, "--json")[1])["block"]
+    assert result["num_proposals"] == 2
+    assert max(len(each["drafted"]) for each in result["rounds"]) == 2
+    assert "[block, 2 proposals]" in run(*arguments, "--num-proposals", 2)[1]
+    assert "[block, 4 proposals]" in run(*arguments)[1]
+
+
+def test_the_number_of_proposals_by_itself(folders, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ["--target", folders / "target", "--drafter", folders / "drafter", "--max-new-tokens", 12, "w7"]
+    code, out, err = run(*arguments, "--num-proposals", "auto", "--json")
+    assert code == 0, err
+    assert 1 <= json.loads(out)["block"]["num_proposals"] <= 4
+    (kept,) = (tmp_path / "blockdraft" / "costs").iterdir()
+    best_at_three = {"draft": [0, 0, 0, 0, 0], "verify": [1, 9, 9, 1e-3, 9], "rest": [0, 0, 0, 0, 0]}
+    kept.write_text(json.dumps(best_at_three))  # what was measured before is not measured again
+    assert "[block, 3 proposals]" in run(*arguments, "--num-proposals", "auto")[1]
+    kept.write_text("{")
+    assert run(*arguments, "--num-proposals", "auto")[0] == 0
+    assert set(json.loads(kept.read_text())) == set(best_at_three)
 
 
 def test_raw_text_is_continued_and_chat_text_is_answered(folders):
@@ -103,6 +127,9 @@ def test_device_and_dtype_are_those_of_the_target(folders):
         (["--max-new-tokens", "600", "w7"], "reads at most 512 tokens"),
         (["--device", "banana", "w7"], "device 'banana' cannot be used"),
         ([""], "the prompt is empty"),
+        (["--num-proposals", "3", "w7"], "nothing is proposed without --drafter"),
+        (["--num-proposals", "some", "--drafter", "x", "w7"], "'some' is neither a number"),
+        (["--num-proposals", "0", "--drafter", "x", "w7"], "'0' is neither a number"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(folders, arguments, message):

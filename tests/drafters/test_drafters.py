@@ -265,9 +265,24 @@ def test_shorter_blocks_decode_the_targets_own_text(kind, monkeypatch):
     assert max(len(each.drafted) for each in out.rounds) == 2
 
 
+def test_a_drafter_with_fewer_proposals_shares_weights_and_leaves_the_whole_one_alone():
+    target, drafter, tokens, features, anchors = scene("dspark")
+    fewer = drafter.with_proposals(2)
+    assert (fewer.config.num_proposals, drafter.config.num_proposals) == (2, 4)
+    assert fewer.fc.weight is drafter.fc.weight
+    built = build_drafter(fewer.config).double()
+    built.load_state_dict(drafter.state_dict())
+    hidden = run(fewer, target, tokens, features, anchors)
+    assert hidden.shape[1] == 2
+    assert torch.equal(hidden, run(built, target, tokens, features, anchors))
+    assert run(drafter, target, tokens, features, anchors).shape[1] == 4
+
+
 @pytest.mark.parametrize("num_proposals", [0, -1, 5])
 def test_no_more_can_be_proposed_than_was_trained(num_proposals):
     target, drafter, *_ = scene()
+    with pytest.raises(BlockdraftError, match=f"trained to propose 4 tokens.* not {num_proposals}"):
+        drafter.with_proposals(num_proposals)
     with pytest.raises(BlockdraftError, match=f"trained to propose 4 tokens.* not {num_proposals}"):
         drafter.propose(drafter.new_cache(20), 8, target, 1.0, num_proposals=num_proposals)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from blockdraft.data import Completion, Prompt, TextDataset, open_dataset, read_completions
-from blockdraft.decoding import generate
+from blockdraft.decoding import RoundCosts, generate
 from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.evaluation import (
     Candidate,
@@ -58,6 +59,45 @@ def tasks(num=4):
 
 def candidate(name, drafter):
     return Candidate(name, Path("nowhere"), drafter)
+
+
+def test_fewer_proposals_are_evaluated_as_such(tmp_path):
+    target = tiny_target(dtype=torch.float32)
+    given = candidate("it", tiny_drafter("dflash", target))
+    protocol = replace(FEW, num_proposals=2, rules=("block",))
+    results = Evaluation(target, [given], tasks(2), protocol, tmp_path).run()
+    (about,) = results.drafters
+    assert (about.num_proposals, about.trained_proposals, results.settings["num_proposals"]) == (2, 4, 2)
+    assert [len(cell.retention) for cell in results.cells] == [2] * len(results.cells)
+    for line in (tmp_path / "records" / "0.jsonl").read_text().splitlines():
+        assert max(k for turn in json.loads(line)["turns"] for k in turn["accepted"]) <= 2
+    assert given.drafter.config.num_proposals == 4
+    with pytest.raises(EvaluationError, match="num_proposals differ"):
+        Evaluation(target, [given], tasks(2), replace(protocol, num_proposals="auto"), tmp_path).run()
+
+
+def test_the_number_of_proposals_is_chosen_once_from_costs_and_predictions(tmp_path, monkeypatch):
+    target = tiny_target(dtype=torch.float32)
+    given = [candidate("one", tiny_drafter("dflash", target)), candidate("two", tiny_drafter("dspark", target))]
+    protocol = replace(FEW, num_proposals="auto", rules=("block",))
+    dear = RoundCosts((0.0,) * 5, (1.0, 1.0, 1.0, 9.0, 9.0), (0.0,) * 5)
+    free = RoundCosts((0.0,) * 5, (1.0,) * 5, (0.0,) * 5)
+    monkeypatch.setattr(
+        "blockdraft.evaluation.evaluation.measure_costs",
+        lambda _, drafter, *__, **___: dear if drafter is given[0].drafter else free,
+    )
+    results = Evaluation(target, given, tasks(2), protocol, tmp_path).run()
+    one, two = results.drafters
+    assert (one.num_proposals, two.num_proposals) == (2, 4)
+    whole = Evaluation(target, given, tasks(2), replace(protocol, num_proposals=None), tmp_path / "whole").run()
+    assert one.proposal_choice.lengths == tuple(whole.drafters[0].lengths_by_proposals["block"])
+    assert one.proposal_choice.costs == dear
+    (two_proposals,) = (
+        Evaluation(target, given[:1], tasks(2), replace(protocol, num_proposals=2), tmp_path / "two").run().drafters
+    )
+    assert one.lengths_by_proposals == two_proposals.lengths_by_proposals  # scored again with two slots
+    monkeypatch.setattr("blockdraft.evaluation.evaluation.measure_costs", None)
+    assert Evaluation(target, given, tasks(2), protocol, tmp_path).run().averages == results.averages
 
 
 def bigram_target(eos=None):

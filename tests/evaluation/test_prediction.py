@@ -6,20 +6,25 @@ import numpy as np
 import pytest
 import torch
 
-from blockdraft.data import Prompt
+from blockdraft.data import Completion, Prompt
+from blockdraft.decoding import generate
 from blockdraft.evaluation import EvaluationError, Protocol, Task
 from blockdraft.evaluation.prediction import (
     PredictedText,
     PredictionFile,
     Predictions,
     PredictionSettings,
+    Predictor,
     agreement,
+    cut_blocks,
     retention,
     walk,
+    walk_all,
 )
 from blockdraft.evaluation.results import write_model
 from blockdraft.verification import law
 
+from tiny import tiny_drafter, tiny_target
 from toys import toy
 
 END = 0
@@ -132,6 +137,45 @@ def test_a_drafter_that_knows_nothing_takes_one_token_a_round():
     assert (rounds.num, rounds.tokens) == (9, 9)
 
 
+@pytest.mark.parametrize("end", [None, 0, 3, 8, 9, 11, 12, 40])
+def test_many_chains_at_once_are_the_same_chains(end):
+    rng = np.random.default_rng(3)
+    kept = np.minimum.accumulate(rng.random((5, 9, 4)), 2)
+    kept[1], kept[2, 4:, 2:] = 0.0, 0.0
+    many = walk_all(kept, end)
+    for rounds, each in zip(many, kept, strict=True):
+        assert (rounds.num, rounds.tokens) == pytest.approx((walk(each, end).num, walk(each, end).tokens), rel=1e-12)
+
+
+def test_blocks_cut_to_fewer_proposals_are_shorter_matrices():
+    kept = np.minimum.accumulate(np.random.default_rng(4).random((9, 4)), 1)
+    for number, rounds in enumerate(walk_all(cut_blocks(kept), 9), 1):
+        wanted = walk(kept[:, :number], 9)
+        assert (rounds.num, rounds.tokens) == pytest.approx((wanted.num, wanted.tokens), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_lengths_of_fewer_proposals_are_those_of_evaluating_again(kind):
+    """Where slots do not see each other, a drafter with fewer slots is the same drafter, cut."""
+    target = tiny_target()
+    drafter = tiny_drafter(kind, target)
+    with torch.no_grad():
+        for layer in drafter.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    text = generate(target, None, [7, 8, 9], temperature=6.0, max_new_tokens=12, seed=5).tokens  # flat: much is kept
+    row = Completion("a#0", [7, 8, 9], text, "length")
+    temperatures = {"token": [6.0, 0.0], "block": [6.0, 1.0]}
+    found = Predictor(target, drafter, 6.0, 12, 0).predict(row, temperatures)
+    for number in range(1, 5):
+        again = Predictor(target, drafter.with_proposals(number), 6.0, 12, 0).predict(row, temperatures)
+        for rule, each in found.items():
+            cut, whole = each.by_proposals[number - 1], again[rule].whole[0]
+            assert (cut.num, cut.tokens) == pytest.approx((whole.num, whole.tokens), rel=1e-9)
+    for each in found.values():
+        assert each.by_proposals[-1] == each.whole[0]
+    assert len({round(cut.num, 1) for cut in found["block"].by_proposals}) == 4  # so that agreement says something
+
+
 def test_predictions_of_other_weights_or_texts_are_not_reused(tmp_path):
     settings = PredictionSettings(
         drafter="f00d",
@@ -143,7 +187,7 @@ def test_predictions_of_other_weights_or_texts_are_not_reused(tmp_path):
     )
     file = tmp_path / "f00d-sampled-000.json"
     assert not PredictionFile.is_made(file, settings)
-    text = PredictedText(prompt="one/a", rounds={"block": [(3.0, 8.0), (2.5, 8.5)]})
+    text = PredictedText(prompt="one/a", rounds={"block": [(3.0, 8.0), (2.5, 8.5)]}, by_proposals={})
     write_model(PredictionFile(settings=settings, texts=[text, text]), file)
     assert PredictionFile.is_made(file, settings)
     for name, other in (("drafter", "beef"), ("texts", "beef"), ("seed", 1), ("draft_temperatures", {"block": [1.0]})):
@@ -173,7 +217,7 @@ def test_predictions_that_lack_numbers_are_named(tmp_path):
         seed=0,
         draft_temperatures={"block": [0.0, 1.0]},
     )
-    text = PredictedText(prompt="one/a", rounds={"block": [(3.0, 8.0)]})
+    text = PredictedText(prompt="one/a", rounds={"block": [(3.0, 8.0)]}, by_proposals={})
     write_model(PredictionFile(settings=settings, texts=[text]), tmp_path / "p.json")
     with pytest.raises(EvaluationError, match=r"p\.json is damaged: one/a lacks numbers"):
         Predictions([tmp_path / "p.json"], Protocol())

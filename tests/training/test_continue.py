@@ -69,5 +69,5 @@ def test_another_shape_is_refused_with_what_to_set(tmp_path, data, assignments, 
 def test_what_is_no_drafters_folder_is_refused(data):
     with pytest.raises(RecipeError, match=r"drafter.initial: \./nowhere: no such folder"):
         new_drafter(recipe(data, "drafter.initial=./nowhere"), target())
-    with pytest.raises(RecipeError, match="must be scratch, target or a drafter's folder"):
+    with pytest.raises(RecipeError, match="must be scratch, target, a shipped drafter or a drafter's folder"):
         recipe(data, "drafter.initial=scrach")

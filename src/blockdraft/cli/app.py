@@ -9,7 +9,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from blockdraft import __version__
 from blockdraft.cli.data import inspect, prompts, regenerate
-from blockdraft.cli.evaluate import demo, evaluate, report
+from blockdraft.cli.demo import demo
+from blockdraft.cli.drafters import list_drafters
+from blockdraft.cli.evaluate import evaluate, report
 from blockdraft.cli.export import export, export_target
 from blockdraft.cli.generate import generate
 from blockdraft.cli.study import study
@@ -73,8 +75,8 @@ class VerbTree(TyperGroup):
     """The verbs in the order in which one needs them."""
 
     ORDER = (
-        "demo", "generate", "data", "recipes", "estimate", "train", "evaluate", "report", "study", "export",
-        "export-target",
+        "demo", "generate", "drafters", "data", "recipes", "estimate", "train", "evaluate", "report", "study",
+        "export", "export-target",
     )  # fmt: skip
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -105,10 +107,13 @@ app = typer.Typer(
     cls=VerbTree, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 data = typer.Typer(no_args_is_help=True, help="Choose prompts, sample answers to them, inspect the data.")
+drafters = typer.Typer(no_args_is_help=True, help="List the drafters that come with blockdraft.")
 recipes = typer.Typer(no_args_is_help=True, help="List, show and check training recipes.")
 
 app.command(cls=ResumableVerb)(demo)
 app.command(cls=Verb)(generate)
+app.add_typer(drafters, name="drafters")
+drafters.command("ls", cls=Verb)(list_drafters)
 app.add_typer(data, name="data")
 data.command(cls=Verb)(prompts)
 data.command(cls=ResumableVerb)(regenerate)

@@ -1,8 +1,6 @@
-"""``blockdraft evaluate``, ``report`` and ``demo``: the verbs that end with a table of results."""
+"""``blockdraft evaluate`` and ``report``: the verbs that end with a table of results."""
 
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +10,12 @@ from blockdraft.cli.options import (
     AsJson,
     Device,
     Dtype,
+    NumProposals,
     OutFolder,
     RuleName,
     Seed,
     TargetName,
+    as_num_proposals,
     finite,
     precision,
     print_json,
@@ -32,7 +32,8 @@ def evaluate(
     drafter: Annotated[
         list[str],
         typer.Option(
-            help="The folder of a drafter or of a run, RUN@best, RUN@last, or NAME=FOLDER; several are compared."
+            help="A shipped drafter (see drafters ls), the folder of a drafter or of a run, RUN@best, RUN@last, or "
+            "NAME=FOLDER; several are compared."
         ),
     ],
     out: OutFolder,
@@ -78,6 +79,7 @@ def evaluate(
             show_default="0.3 to 1.2",
         ),
     ] = None,
+    num_proposals: NumProposals = None,
     num_traces: Annotated[
         int, typer.Option(metavar="N", min=0, help="How many prompts of each task the report's block explorer shows.")
     ] = 2,
@@ -109,6 +111,7 @@ def evaluate(
         rules=as_rules([str(rule) for rule in rules or RuleName]), temperature=temperature,
         max_new_tokens=max_new_tokens, seed=seed, num_traces=num_traces, dynamics_texts=dynamics_texts,
         draft_temperatures=tuple(draft_temperatures) if draft_temperatures else GRID,
+        num_proposals=as_num_proposals(num_proposals),
     )  # fmt: skip
     chosen = load_tasks(tasks, folder=prompts, num_prompts=num_prompts, seed=seed)
     distributed = Distributed(device)
@@ -149,48 +152,6 @@ def report(
     print(f"{written.page}: {len(written.tables)} tables, {len(written.figure_files) // 2} figures")
 
 
-def demo(
-    target: Annotated[
-        str, typer.Option(help="pocket, which takes ten minutes, or smollm2, which takes more than an hour.")
-    ] = "pocket",
-    out: Annotated[Path | None, typer.Option(help="The folder to write.", show_default="demo/TARGET")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Run everything once, from data to a report.
-
-    The target answers prompts; a drafter is trained with CE on the answers and one with BV; both are evaluated.
-    Stop it whenever you like: the same command resumes.
-    """
-    from blockdraft.cli.progress import Stages
-    from blockdraft.demo import SIZES, Demo, DemoError
-
-    if target not in SIZES:
-        raise typer.BadParameter(f"{target!r} is not one of {', '.join(SIZES)}", param_hint="--target")
-    folder = out or Path("demo") / target
-    print(
-        f"{target} in {folder}: about {SIZES[target].minutes} minutes on two cores. "
-        "Stop it whenever you like: the same command resumes.",
-        file=sys.stderr,
-    )
-    started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the runs it started are told to stop, too
-    try:
-        with Stages() as stages:
-            results, written = Demo(target, folder, stages.show).run()
-    except DemoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    if as_json:
-        lines = list(map(str, written.headlines))
-        print_json({"report": str(written.page), "headlines": lines, "results": results.model_dump(mode="json")})
-    else:
-        show_results(results)
-        for headline in written.headlines:
-            print(headline)
-        print(f"the report: {written.page}")
-    print(f"{time.monotonic() - started:.0f} seconds", file=sys.stderr)
-
-
 def show_results(results: "Results") -> None:
     """Print the averages over all tasks as a table on stdout."""
     from rich import box
@@ -202,11 +163,16 @@ def show_results(results: "Results") -> None:
     for name in ("drafter", "rule", "temp.", "tokens/call", "95%", "predicted", "whole", "speed-up"):
         table.add_column(name, justify="left" if name in ("drafter", "rule") else "right", no_wrap=True)
     labels = {each.name: each.label for each in results.drafters}
+    fewer = {
+        each.name: f" ({each.num_proposals} of {each.trained_proposals} proposals)"
+        for each in results.drafters
+        if each.trained_proposals not in (None, each.num_proposals)
+    }
     for each in results.averages:
         length = each.acceptance_length
         name = each.drafter if labels[each.drafter] == each.drafter else f"{each.drafter}: {labels[each.drafter]}"
         table.add_row(
-            Text(name), each.rule, "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g}",
+            Text(name + fewer.get(each.drafter, "")), each.rule, "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g}",
             f"{length.value:.2f}", f"{length.low:.2f}-{length.high:.2f}", f"{each.predicted_length.value:.2f}",
             f"{each.whole_block_rate:.1%}", f"{each.speedup.value:.2f}x",
         )  # fmt: skip

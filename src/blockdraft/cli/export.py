@@ -22,7 +22,8 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an export that is 
 
 def export(
     checkpoint: Annotated[
-        str | None, typer.Argument(help="The drafter: its folder, a run's folder, or a Hugging Face id.")
+        str | None,
+        typer.Argument(help="The drafter: a shipped name, its folder, a run's folder, or a Hugging Face id."),
     ] = None,
     flavour: Annotated[
         str | None, typer.Option("--format", help="The format to write: flat (SGLang, vLLM) or speculators (vLLM).")
@@ -64,7 +65,7 @@ def export(
     chosen, folder = precision(dtype), find_drafter(checkpoint)
     facts = run_facts(folder)
     load_json(folder)  # what is no drafter is refused before a target is loaded
-    model = _target(target or facts.target)
+    model = _target(target or facts.target or _shipped_target(folder))
     load_config(folder, model.num_layers)
     drafter = load_drafter(folder, model, dtype=stored_dtype(folder))
     done = export_drafter(drafter, model, out, flavour, dtype=chosen, verifier=verifier, facts=facts, force=force)
@@ -103,7 +104,7 @@ def _check(folder: Path, checkpoint: str | None, target: str | None, as_json: bo
     from blockdraft.export import check_export, run_facts
 
     original = None if checkpoint is None else find_drafter(checkpoint)
-    name = target or (run_facts(original).target if original is not None else None)
+    name = target or (None if original is None else run_facts(original).target or _shipped_target(original))
     model = _target(name) if name is not None or original is not None else None
     checked = check_export(folder, target=model, checkpoint=original)
     if as_json:
@@ -112,6 +113,14 @@ def _check(folder: Path, checkpoint: str | None, target: str | None, as_json: bo
     print(f"{folder}: {checked.flavour}, as it must be")
     for line in checked.lines:
         print(f"  {line}")
+
+
+def _shipped_target(folder: Path) -> str | None:
+    """Return the target of a drafter that comes with the package; None for any other folder."""
+    from blockdraft.evaluation.shipped import shipped_record
+
+    record = shipped_record(folder)
+    return None if record is None else record.target
 
 
 def _target(name: str | None) -> "Target":

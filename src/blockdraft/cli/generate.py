@@ -9,11 +9,13 @@ from blockdraft.cli.options import (
     AsJson,
     Device,
     Dtype,
+    NumProposals,
     RuleName,
     Seed,
     TargetName,
     TopK,
     TopP,
+    as_num_proposals,
     finite,
     precision,
     print_json,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from blockdraft.decoding import Generation, Round
+    from blockdraft.drafters import Drafter
     from blockdraft.targets import Target
     from blockdraft.verification import Rule
 
@@ -38,7 +41,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The drafter: the name or folder of a checkpoint.",
+            help="The drafter: one that comes with blockdraft (see drafters ls), a drafter's or a run's folder, or a "
+            "Hugging Face id.",
             show_default="none: decode autoregressively",
         ),
     ] = None,
@@ -76,6 +80,7 @@ def generate(
             show_default="the target's",
         ),
     ] = None,
+    num_proposals: NumProposals = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop after so many tokens.")] = 256,
     seed: Seed = 0,
     compare: Annotated[
@@ -90,6 +95,7 @@ def generate(
     from rich.console import Console
 
     from blockdraft.decoding import generate as decode
+    from blockdraft.decoding import prompt_ids
     from blockdraft.drafters import load_drafter
     from blockdraft.targets import load_target
 
@@ -97,21 +103,55 @@ def generate(
         raise typer.BadParameter("there is nothing to compare without --drafter", param_hint="--compare")
     if compare and rule is not None:
         raise typer.BadParameter("it runs the rules token and block; leave --rule out", param_hint="--compare")
+    if num_proposals is not None and drafter is None:
+        raise typer.BadParameter("nothing is proposed without --drafter", param_hint="--num-proposals")
+    asked = as_num_proposals(num_proposals)
     model = load_target(target, device=device, dtype=precision(dtype))
-    small = None if drafter is None else load_drafter(drafter, model).to(model.device, model.dtype)
+    small = None if drafter is None else load_drafter(drafter, model)
     rules = ["token", "block"] if compare else [str(rule or RuleName.block)]
     console = Console(highlight=False, soft_wrap=True)
     results = {}
+    if small is not None and asked is not None:
+        if asked == "auto":
+            read = prompt_ids(model, prompt, raw=raw)
+            asked = _best_number(
+                model, small, str(drafter), read, cast("Rule", rules[-1]), temperature, draft_temperature
+            )
+        small = small.with_proposals(asked)
     for name in rules:
         stream = Stream(model, console, max_new_tokens, silent=as_json)
         out = decode(
             model, small, prompt, raw=raw, rule=cast("Rule", name), temperature=temperature, top_k=top_k, top_p=top_p,
             draft_temperature=draft_temperature, max_new_tokens=max_new_tokens, seed=seed, on_round=stream.show,
         )  # fmt: skip
-        stream.close(out, name if small is not None else "no drafter")
-        results[name] = as_dict(out)
+        stream.close(out, "no drafter" if small is None else f"{name}, {small.config.num_proposals} proposals")
+        results[name] = as_dict(out) | {"num_proposals": 0 if small is None else small.config.num_proposals}
     if as_json:
         print_json(results)
+
+
+def _best_number(
+    target: "Target",
+    drafter: "Drafter",
+    name: str,
+    prompt: list[int],
+    rule: "Rule",
+    temperature: float | None,
+    draft_temperature: float | None,
+) -> int:
+    """Choose the number of proposals for this prompt; of a shipped drafter, the lengths are those of its card."""
+    from blockdraft.decoding import choose_num_proposals
+    from blockdraft.drafters import find_drafter
+    from blockdraft.evaluation.shipped import shipped_record
+
+    record = shipped_record(find_drafter(name))
+    known = None if record is None or record.measured is None else record.measured.lengths_by_proposals.get(rule)
+    usual = temperature in (None, 1.0) and draft_temperature in (None, 1.0)  # what the card was measured at
+    choice = choose_num_proposals(
+        target, drafter, [prompt], rule=rule, temperature=temperature, draft_temperature=draft_temperature,
+        lengths=known if usual else None,
+    )  # fmt: skip
+    return choice.num_proposals
 
 
 class Stream:

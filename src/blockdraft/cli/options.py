@@ -8,7 +8,7 @@ import math
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -72,6 +72,16 @@ Dtype = Annotated[
         "--dtype", help="The precision of the target's weights.", show_default="float32 on a CPU, bfloat16 elsewhere"
     ),
 ]
+NumProposals = Annotated[
+    str | None,
+    typer.Option(
+        "--num-proposals",
+        metavar="N|auto",
+        help="How many tokens the drafter proposes at a time, at most those it was trained with; auto measures this "
+        "machine and takes the number with the most predicted tokens per second.",
+        show_default="as many as it was trained with",
+    ),
+]
 TopK = Annotated[
     int, typer.Option("--top-k", metavar="K", min=0, help="Sample from the K most probable tokens only; 0 keeps all.")
 ]
@@ -104,6 +114,17 @@ Assignments = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Fields of the recipe to change, such as seed=1.", show_default=False),
 ]
+
+
+def as_num_proposals(given: str | None) -> "int | Literal['auto'] | None":
+    """Return a number of proposals, ``auto``, or None for the drafter's own."""
+    if given is None:
+        return None
+    if given == "auto":
+        return "auto"
+    if not given.isdecimal() or int(given) < 1:
+        raise typer.BadParameter(f"{given!r} is neither a number of at least 1 nor auto", param_hint="--num-proposals")
+    return int(given)
 
 
 def precision(name: str | None) -> "torch.dtype | None":

@@ -1,6 +1,13 @@
 """Lossless decoding with or without a drafter."""
 
 from blockdraft.decoding.generation import Generation, OnVerdict, Round, generate
+from blockdraft.decoding.proposals import (
+    ProposalChoice,
+    RoundCosts,
+    best_num_proposals,
+    choose_num_proposals,
+    measure_costs,
+)
 from blockdraft.decoding.request import DecodingError, PromptLike, context_limit, prompt_ids, room
 
 __all__ = [
@@ -8,9 +15,14 @@ __all__ = [
     "Generation",
     "OnVerdict",
     "PromptLike",
+    "ProposalChoice",
     "Round",
+    "RoundCosts",
+    "best_num_proposals",
+    "choose_num_proposals",
     "context_limit",
     "generate",
+    "measure_costs",
     "prompt_ids",
     "room",
 ]

@@ -27,9 +27,9 @@ HOLDS = f"a drafter's folder holds {CONFIG} and {WEIGHTS}"
 BEST_FIRST = ("best", "checkpoint")
 """What a run's folder calls the checkpoint that did best on held-out texts, and the last one."""
 
-SHIPPED: dict[str, Path] = {}
+SHIPPED_FOLDER = Path(__file__).parent / "shipped"
+SHIPPED: dict[str, Path] = {file.parent.name: file.parent for file in sorted(SHIPPED_FOLDER.glob(f"*/{CONFIG}"))}
 """Folders of drafters that come with the package, by the names that `load_drafter` takes."""
-
 
 DRAFT_IDS = "draft_ids"
 """Names the tokens of a reduced draft vocabulary, the one tensor that is no weight."""
@@ -53,8 +53,9 @@ def load_drafter(
 
     Args:
         name_or_path: a drafter's folder, in our format or in one of z-lab, DeepSpec or the package speculators; a run's
-            folder, of which the best checkpoint is taken; the name of a drafter that comes with the package; or the id
-            of a repository on the Hugging Face Hub, which is downloaded once.
+            folder, of which the best checkpoint is taken; the name of a drafter that comes with the package, such as
+            ``"pocket-dflash-bv"`` (a folder of that name here is ``"./pocket-dflash-bv"``); or the id of a repository
+            on the Hugging Face Hub, which is downloaded once.
         target: the model to draft for. Shapes must fit, and so must its fingerprint, if the drafter records one.
         dtype: of the weights; the target's unless given. Training asks for float32.
         same_target: refuse a drafter of another target of the same shapes. Pass False to start from one, for example
@@ -90,7 +91,11 @@ def find_drafter(name_or_path: str | Path) -> Path:
         return _best(_download(name))
     there = [str(path) for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
     near = difflib.get_close_matches(name, [*SHIPPED, *there], n=1, cutoff=0.8)
-    raise CheckpointError(f"{name}: no such folder" + (f"; did you mean {near[0]}?" if near else f"; {HOLDS}"))
+    if near:
+        raise CheckpointError(f"{name}: no such folder; did you mean {near[0]}?")
+    if "/" not in name and SHIPPED:
+        raise CheckpointError(f"{name}: no such folder, and no shipped drafter: {', '.join(sorted(SHIPPED))}")
+    raise CheckpointError(f"{name}: no such folder; {HOLDS}")
 
 
 def _best(folder: Path) -> Path:

@@ -1,8 +1,10 @@
 """Drafters: the shared backbone, and two final classes on top of it."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Generator, Tensor, nn
@@ -170,16 +172,29 @@ class Drafter(nn.Module, ABC):
                 stays lossless, since the q that is returned is the one the tokens were drawn from.
         """
         num = self.config.num_proposals if num_proposals is None else num_proposals
-        if not 1 <= num <= self.config.num_proposals:
-            raise BlockdraftError(
-                f"this drafter was trained to propose {self.config.num_proposals} tokens; num_proposals must be "
-                f"between 1 and that, not {num}"
-            )
+        self._check_num_proposals(num)
         num_slots = self.config.slots_for(num)
         slots = [anchor] + [self.config.mask_token_id] * (num_slots - 1)
         x = target.embed(torch.tensor(slots, device=target.device)).to(self.fc.weight.dtype)
         hidden = self._predictions(self.norm(cache.block(x))[None])
         return self._draft(hidden, anchor, target, temperature, generator)
+
+    def with_proposals(self, num_proposals: int) -> Self:
+        """Return this drafter, its weights shared, as one that proposes at most so many tokens everywhere.
+
+        Training, prediction and decoding then all run the slots of ``num_proposals`` tokens; see `propose`.
+        """
+        self._check_num_proposals(num_proposals)
+        fewer = copy.copy(self)
+        fewer.config = self.config.replace(num_proposals=num_proposals)
+        return fewer
+
+    def _check_num_proposals(self, num: int) -> None:
+        if not 1 <= num <= self.config.num_proposals:
+            raise BlockdraftError(
+                f"this drafter was trained to propose {self.config.num_proposals} tokens; num_proposals must be "
+                f"between 1 and that, not {num}"
+            )
 
     @abstractmethod
     def _draft(

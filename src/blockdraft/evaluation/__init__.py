@@ -12,6 +12,7 @@ from blockdraft.evaluation.results import (
     read_results,
     read_traces,
 )
+from blockdraft.evaluation.shipped import ShippedDrafter, shipped_drafters
 from blockdraft.evaluation.tasks import Task, load_tasks, task_names
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Profile",
     "Protocol",
     "Results",
+    "ShippedDrafter",
     "Task",
     "Traces",
     "load_candidates",
@@ -28,5 +30,6 @@ __all__ = [
     "read_profile",
     "read_results",
     "read_traces",
+    "shipped_drafters",
     "task_names",
 ]

@@ -8,9 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from blockdraft.drafters import Drafter, load_drafter
+from blockdraft.decoding import ProposalChoice
+from blockdraft.drafters import SHIPPED, Drafter, load_drafter
 from blockdraft.evaluation.protocol import AUTOREGRESSIVE
 from blockdraft.evaluation.results import CheckpointName, EvaluationError
+from blockdraft.evaluation.shipped import ShippedDrafter, shipped_record
 from blockdraft.losses import objective
 from blockdraft.recipes import Recipe, is_annealed
 from blockdraft.recipes.schema import AnnealingSection
@@ -34,7 +36,9 @@ class Candidate:
 
     path: the folder that it was loaded from.
     run: the training run that it lies in, if it does. step: the checkpoint's. checkpoint: whether it is the run's
-        best or last one.
+        best or last one. shipped: what is known of a drafter that comes with the package.
+    trained_proposals: the number of proposals that it was trained with, if it is made to propose fewer.
+    proposal_choice: how that number was chosen, if it was chosen for speed.
     """
 
     name: str
@@ -43,16 +47,40 @@ class Candidate:
     run: Run | None = None
     step: int | None = None
     checkpoint: CheckpointName | None = None
+    shipped: ShippedDrafter | None = None
+    trained_proposals: int | None = None
+    proposal_choice: ProposalChoice | None = None
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that it was trained by, if the folder tells."""
+        if self.run is not None:
+            return self.run.recipe
+        return None if self.shipped is None else self.shipped.recipe
 
     @property
     def objective(self) -> str | None:
         """The objective's name, as in the recipe."""
-        return None if self.run is None else self.run.recipe.objective.name
+        return None if self.recipe is None else self.recipe.objective.name
+
+    @property
+    def budget(self) -> dict[str, Any] | None:
+        """What decides how long and on what it was trained, whatever the objective; None if nobody knows."""
+        parts = {"data", "batch", "optimizer", "seed"}
+        return None if self.recipe is None else self.recipe.model_dump(mode="json", include=parts)
 
     @property
     def label(self) -> str:
         """What tables call it: how it was trained, or its name if the folder does not tell."""
-        return self.name if self.run is None else label_of(self.run.recipe)
+        return self.name if self.recipe is None else label_of(self.recipe)
+
+    def with_proposals(self, num_proposals: int) -> "Candidate":
+        """Return the same drafter as one that proposes so many tokens."""
+        whole = self.drafter.config.num_proposals
+        if num_proposals == whole:
+            return self
+        fewer = self.drafter.with_proposals(num_proposals)
+        return dataclasses.replace(self, drafter=fewer, trained_proposals=self.trained_proposals or whole)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -65,8 +93,8 @@ def load_candidates(drafters: list[str], target: Target, *, checkpoint: Checkpoi
     """Load drafters to be evaluated.
 
     Args:
-        drafters: ``PATH`` or ``NAME=PATH``. A path is a drafter's folder, or a run's; ``RUN@best`` and ``RUN@last``
-            say which checkpoint of a run is meant.
+        drafters: ``PATH`` or ``NAME=PATH``. A path is a drafter's folder, a run's, or the name of a drafter that comes
+            with the package; ``RUN@best`` and ``RUN@last`` say which checkpoint of a run is meant.
         target: the model that they draft for.
         checkpoint: which one is taken of a run's folder that does not say.
     """
@@ -165,6 +193,10 @@ def _split(given: str) -> tuple[str | None, str]:
 
 
 def _load(given: str, name: str | None, target: Target, default: CheckpointName) -> Candidate:
+    if given in SHIPPED:
+        record = shipped_record(SHIPPED[given])
+        step = None if record is None else record.step
+        return Candidate(name or given, Path(given), load_drafter(given, target), step=step, shipped=record)
     path, which = _at(given)
     if Run.is_run(path):
         path = Run.open(path).checkpoint(which or default)

@@ -3,6 +3,7 @@
 out/plan.json              what this evaluation is; another one is refused
 out/texts/KIND/NNN         the target's own responses, greedy and sampled, in data folders of up to 128 prompts
 out/predictions/*.json     expected rounds on them, by drafter (its fingerprint) and data folder
+out/proposals.json         how many tokens each drafter proposes, if that is chosen for speed
 out/records/*.jsonl        one line per prompt and way of decoding
 out/results.json, out/profile.json, out/traces.json
 
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from blockdraft.data import Conversation, GenerationSettings, Prompt, TextDataset, read_completions, regenerate
+from blockdraft.decoding import best_num_proposals, measure_costs
 from blockdraft.distributed import Distributed
 from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation.candidates import Candidate
@@ -30,7 +32,7 @@ from blockdraft.evaluation.conversation import converse
 from blockdraft.evaluation.dynamics import training_dynamics
 from blockdraft.evaluation.metrics import Assembly, DecodedPrompt, GenerationRecord, RecordFiles, about, profile
 from blockdraft.evaluation.prediction import PredictionFile, Predictions, PredictionSettings, Predictor, best_of
-from blockdraft.evaluation.protocol import DecodingSetup, Plan, Protocol, TextKind
+from blockdraft.evaluation.protocol import DecodingSetup, Plan, ProposalFile, Protocol, TextKind
 from blockdraft.evaluation.results import (
     Dynamics,
     EvaluationError,
@@ -68,7 +70,12 @@ class Evaluation:
     ) -> None:
         if not candidates:
             raise EvaluationError("there is no drafter to evaluate")
-        self.target, self.candidates, self.protocol, self.out = target, candidates, protocol, Path(out)
+        num = protocol.num_proposals
+        self.candidates = [each.with_proposals(num) if isinstance(num, int) else each for each in candidates]
+        self.target, self.protocol, self.out = target, protocol, Path(out)
+        # the longest prompt and answer together, in every way alike: the last block may reach beyond the answer
+        longest = max(each.drafter.config.num_proposals for each in self.candidates)
+        self.max_length = (target.context_length or 2**15) - 1 - longest
         self.left_out: dict[str, Counter[str]] = {}
         self.tasks = [self._what_fits(_with_unique_ids(task)) for task in tasks]
         self.distributed = distributed or Distributed(str(target.device))
@@ -94,6 +101,10 @@ class Evaluation:
         self._write_texts()
         self._write_predictions()
         self.distributed.barrier()
+        if self.protocol.num_proposals == "auto":
+            self._choose_proposals()
+            self._write_predictions()
+            self.distributed.barrier()
         predictions = {each.name: Predictions(self._prediction_files(each), self.protocol) for each in self.candidates}
         points = {name: each.temperatures(self.tasks) for name, each in predictions.items()}
         setups = self._setups({n: {r: best_of(p, r) for r in self.protocol.sampled_rules} for n, p in points.items()})
@@ -104,8 +115,8 @@ class Evaluation:
         results = Results(
             target=self.target.name, target_fingerprint=fingerprint(self.target), settings=self._settings(),
             provenance=_provenance(self.target, self.distributed, started), tasks=[task.about() for task in self.tasks],
-            drafters=[about(each, points[each.name], self.protocol) for each in self.candidates], cells=found.cells,
-            averages=found.averages, comparisons=found.comparisons,
+            drafters=[about(each, predictions[each.name], self.tasks, self.protocol) for each in self.candidates],
+            cells=found.cells, averages=found.averages, comparisons=found.comparisons,
             dynamics=self._dynamics() if self.distributed.is_main else [],
         )  # fmt: skip
         if self.distributed.is_main:
@@ -125,6 +136,7 @@ class Evaluation:
             tasks={task.name: task.prompts for task in self.tasks}, rules=list(protocol.rules),
             temperature=protocol.temperature, max_new_tokens=protocol.max_new_tokens, seed=protocol.seed,
             draft_temperatures=list(protocol.grid), one_hot=protocol.one_hot,
+            num_proposals=protocol.num_proposals,
         )  # fmt: skip
         file = self.out / "plan.json"
         if file.exists():
@@ -148,16 +160,11 @@ class Evaluation:
             "rules": list(protocol.rules), "temperature": protocol.temperature,
             "max_new_tokens": protocol.max_new_tokens, "seed": protocol.seed, "num_bootstrap": protocol.num_bootstrap,
             "draft_temperatures": list(protocol.grid), "one_hot": protocol.one_hot, "batch_size": 1,
+            "num_proposals": protocol.num_proposals,
             "dtype": str(self.target.dtype).split(".")[-1], "device": self.target.device.type,
         }  # fmt: skip
 
     # What the target can read
-
-    @property
-    def max_length(self) -> int:
-        """The longest prompt and answer together, in every way alike: the last block may reach beyond the answer."""
-        limit = self.target.context_length or 2**15
-        return limit - 1 - max(each.drafter.config.num_proposals for each in self.candidates)
 
     def _what_fits(self, task: Task) -> Task:
         """Return the task without the prompts whose first answer has no room."""
@@ -242,6 +249,34 @@ class Evaluation:
                 done += 1
         self.on_progress("predictions", of, of, 0)
 
+    # Number of proposals
+
+    def _choose_proposals(self) -> None:
+        """Make every drafter propose the number of tokens with the largest predicted speed under the last rule.
+
+        The first process measures the costs of rounds and writes the choice down, so that an evaluation that resumes,
+        and every other process, goes by the same one.
+        """
+        file, protocol = self.out / "proposals.json", self.protocol
+        if self.distributed.is_main and not file.exists():
+            rule = protocol.rules[-1]
+            sampled = None if rule == "greedy" else protocol.temperature
+            prompts = [prompt_of(task.prompts[0]) for task in self.tasks]
+            chosen = {}
+            for number, each in enumerate(self.candidates):
+                self.on_progress("cost of rounds", number, len(self.candidates), 0)
+                lengths = Predictions(self._prediction_files(each), protocol).lengths_by_proposals(self.tasks)[rule]
+                costs = measure_costs(self.target, each.drafter, prompts, rule=rule, temperature=sampled)
+                chosen[each.name] = best_num_proposals(costs, lengths)
+            self.on_progress("cost of rounds", len(self.candidates), len(self.candidates), 0)
+            write_model(ProposalFile(rule=rule, drafters=chosen), file)
+        self.distributed.barrier()
+        found = read_model(file, ProposalFile).drafters
+        self.candidates = [
+            replace(each.with_proposals(found[each.name].num_proposals), proposal_choice=found[each.name])
+            for each in self.candidates
+        ]
+
     # Decoding
 
     def _setups(self, best: dict[str, dict[str, float]]) -> list[DecodingSetup]:
@@ -325,6 +360,12 @@ class Evaluation:
 def _with_unique_ids(task: Task) -> Task:
     """Put the task's name before the ids, which are unique within a task only."""
     return replace(task, prompts=[replace(prompt, id=f"{task.name}/{prompt.id}") for prompt in task.prompts])
+
+
+def prompt_of(prompt: Prompt) -> list[dict[str, str]]:
+    """Return a prompt's system message, if it has one, and its first turn, as `generate` takes them."""
+    system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    return [*system, {"role": "user", "content": prompt.turns[0]}]
 
 
 def _now() -> str:

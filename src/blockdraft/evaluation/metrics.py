@@ -26,7 +26,6 @@ from blockdraft.evaluation.results import (
     Quantity,
     Results,
     Strict,
-    TemperaturePoint,
     explain_validation,
 )
 from blockdraft.evaluation.tasks import Task
@@ -283,9 +282,13 @@ class Assembly:
 
 
 def baseline_of(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate:
-    """Return what a drafter is compared with: the first of its kind that was trained with CE, else the first."""
+    """Return what a drafter is compared with: the first of its kind that was trained with CE, else the first.
+
+    If one of those was trained on the same budget (data, batches, optimizer and seed), it goes before all others.
+    """
     alike = [each for each in candidates if each.drafter.config.kind == candidate.drafter.config.kind]
-    return next((each for each in alike if each.objective == "ce"), alike[0])
+    with_ce = [each for each in alike if each.objective == "ce"]
+    return next((each for each in with_ce if each.budget == candidate.budget), (with_ce or alike)[0])
 
 
 def _average(cells: Sequence[Cell], drawn: Sequence[dict[str, Numbers]]) -> Average:
@@ -297,16 +300,19 @@ def _average(cells: Sequence[Cell], drawn: Sequence[dict[str, Numbers]]) -> Aver
     )  # fmt: skip
 
 
-def about(candidate: Candidate, points: Sequence[TemperaturePoint], protocol: Protocol) -> DrafterAbout:
+def about(candidate: Candidate, predictions: Predictions, tasks: Sequence[Task], protocol: Protocol) -> DrafterAbout:
     """Describe a drafter for the results."""
     config = candidate.drafter.config
+    points = predictions.temperatures(tasks)
     return DrafterAbout(
         name=candidate.name, label=candidate.label, path=str(candidate.path), kind=config.kind,
         objective=candidate.objective, num_proposals=config.num_proposals, num_layers=config.num_layers,
         num_parameters=sum(parameter.numel() for parameter in candidate.drafter.parameters()), step=candidate.step,
         best_draft_temperature={rule: best_of(points, rule) for rule in protocol.sampled_rules},
-        temperatures=list(points), checkpoint=candidate.checkpoint, fingerprint=candidate.fingerprint,
-        recipe=None if candidate.run is None else candidate.run.recipe.model_dump(mode="json"),
+        temperatures=points, checkpoint=candidate.checkpoint, fingerprint=candidate.fingerprint,
+        recipe=None if candidate.recipe is None else candidate.recipe.model_dump(mode="json"),
+        trained_proposals=candidate.trained_proposals or config.num_proposals,
+        lengths_by_proposals=predictions.lengths_by_proposals(tasks), proposal_choice=candidate.proposal_choice,
     )  # fmt: skip
 
 

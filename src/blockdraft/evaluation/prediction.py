@@ -13,6 +13,9 @@ states.
 Where the drafter proposes its argmax, q is one-hot: the ratio is 1 / p_j(x_j) >= 1 while x_j is the argmax, and 0 at
 the first difference, so both probabilities are 1[x_j = argmax q_j for all j <= i]. The same holds for greedy
 verification, where x is the target's greedy text.
+
+The probability of keeping at least i tokens asks for the first i proposals only. So the same probabilities, cut after
+b of them, give the rounds of blocks that are cut to b proposals, for every b up to B at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,6 +103,48 @@ def walk(kept: Numbers, end: int | None) -> Rounds:
     return Rounds(float(reached[:num_starts].sum()), tokens)
 
 
+def walk_all(kept: Numbers, end: int | None) -> list[Rounds]:
+    """Follow many chains of rounds along one text at once; `walk`, which it agrees with, follows one.
+
+    kept: ``[K, A, B]``, a matrix of `walk` for each chain.
+    """
+    num_chains, num_starts, block_size = kept.shape
+    exactly = np.empty((num_starts, num_chains, block_size + 1))
+    exactly[:, :, 0], exactly[:, :, 1:] = 1.0, kept.transpose(1, 0, 2)
+    exactly[:, :, :-1] -= exactly[:, :, 1:]
+    reached = np.zeros((num_chains, num_starts + block_size + 1))
+    reached[:, 0] = 1.0
+    steps = np.arange(block_size + 1.0)
+    tokens = np.zeros(num_chains)
+    for start in range(num_starts):
+        chance = exactly[start]
+        chance *= reached[:, start, None]
+        tokens += chance @ steps + chance.sum(1)
+        if end is not None and start <= end <= start + block_size:
+            tokens -= chance[:, end - start]  # the end token is the last one: nothing is added to it
+            chance[:, end - start] = 0.0
+        reached[:, start + 1 : start + block_size + 2] += chance
+    return [Rounds(float(n), float(t)) for n, t in zip(reached[:, :num_starts].sum(1), tokens, strict=True)]
+
+
+def cut_blocks(kept: Numbers) -> Numbers:
+    """Return ``[B, A, B]``: what blocks of 1, 2, .. B proposals keep, where whole blocks keep ``kept`` ``[A, B]``."""
+    block_size = kept.shape[1]
+    return np.where(np.tri(block_size, dtype=bool)[:, None, :], kept, 0.0)
+
+
+@dataclass(frozen=True)
+class PredictedRounds:
+    """Expected rounds on one text under one rule.
+
+    whole: for each draft temperature, with whole blocks.
+    by_proposals: at the first draft temperature, with blocks cut to 1, 2, .. B proposals.
+    """
+
+    whole: list[Rounds]
+    by_proposals: list[Rounds]
+
+
 class Predictor:
     """Predicts the rounds of one drafter on texts of its target."""
 
@@ -109,32 +154,42 @@ class Predictor:
         self.features = OnlineFeatures(target, drafter.config.target_layers)
 
     @torch.no_grad()
-    def predict(self, row: Completion, draft_temperatures: Mapping[Rule, Sequence[float]]) -> dict[Rule, list[Rounds]]:
-        """Return the expected rounds by rule, one for each of its draft temperatures, where 0 stands for argmax drafts.
+    def predict(
+        self, row: Completion, draft_temperatures: Mapping[Rule, Sequence[float]]
+    ) -> dict[Rule, PredictedRounds]:
+        """Return the expected rounds by rule, for each of its draft temperatures; 0 stands for argmax drafts.
 
         The row is a text of the kind that the rules write: greedy for ``"greedy"``, sampled for the others.
         """
         response = self._beyond_the_budget(row)
         ended = response[-1] in self.target.eos_ids
         num_starts = min(len(response), self.max_new_tokens) - 1
+        num_proposals = self.drafter.config.num_proposals
         if num_starts < 1:
-            return {rule: [Rounds(0.0, 0.0)] * len(given) for rule, given in draft_temperatures.items()}
+            none = Rounds(0.0, 0.0)
+            return {
+                rule: PredictedRounds([none] * len(given), [none] * num_proposals)
+                for rule, given in draft_temperatures.items()
+            }
         texts = TextDataset.of([Completion(row.id, row.prompt_ids, response, row.finish_reason)])
         chosen = TextAnchors(0, len(row.prompt_ids) + np.arange(num_starts))
-        batch = collate([chosen], texts, self.drafter.config.num_proposals).to(self.target.device)
+        batch = collate([chosen], texts, num_proposals).to(self.target.device)
         sampled = sorted({each for given in draft_temperatures.values() for each in given} - {ONE_HOT})
         scores = self._scores(batch, sampled)
         valid = batch.valid.cpu().numpy()
         end = len(response) - 1 if ended else None
-        by_argmax = walk(agreement(scores.agrees, valid), end)
 
-        def rounds(rule: Rule, draft_temperature: float) -> Rounds:
+        def kept(rule: Rule, draft_temperature: float) -> Numbers:
             if draft_temperature == ONE_HOT:
-                return by_argmax
-            log_q = scores.log_q[sampled.index(draft_temperature)]
-            return walk(retention(rule, log_q, scores.log_p, valid), end)
+                return agreement(scores.agrees, valid)
+            return retention(rule, scores.log_q[sampled.index(draft_temperature)], scores.log_p, valid)
 
-        return {rule: [rounds(rule, each) for each in given] for rule, given in draft_temperatures.items()}
+        found = {}
+        for rule, given in draft_temperatures.items():
+            whole = np.stack([kept(rule, each) for each in given])
+            rounds = walk_all(np.concatenate([whole, cut_blocks(whole[0])]), end)
+            found[rule] = PredictedRounds(rounds[: len(given)], rounds[len(given) :])
+        return found
 
     def _beyond_the_budget(self, row: Completion) -> list[int]:
         """Return the response, and as many tokens more as the last block may reach if the budget cut it."""
@@ -207,16 +262,20 @@ class PredictionSettings(Strict):
 
 
 class PredictedText(Strict):
-    """Holds the expected rounds of one text: by rule, for each draft temperature, their number and their tokens."""
+    """Holds the expected rounds of one text by rule: their number and their tokens.
+
+    rounds: for each draft temperature. by_proposals: at the first one, with blocks cut to 1, 2, .. B proposals.
+    """
 
     prompt: str
     rounds: dict[Rule, list[tuple[float, float]]]
+    by_proposals: dict[Rule, list[tuple[float, float]]]
 
 
 class PredictionFile(Strict):
     """Holds the predictions of one drafter on one folder of the target's texts: ``predictions/*.json``."""
 
-    format: Literal["blockdraft.predictions/1"] = "blockdraft.predictions/1"
+    format: Literal["blockdraft.predictions/2"] = "blockdraft.predictions/2"
     settings: PredictionSettings
     texts: list[PredictedText]
 
@@ -226,8 +285,13 @@ class PredictionFile(Strict):
         texts = []
         for row in rows:
             found = predictor.predict(row, settings.draft_temperatures)
-            rounds = {rule: [(each.num, each.tokens) for each in values] for rule, values in found.items()}
-            texts.append(PredictedText(prompt=row.id.rpartition("#")[0], rounds=rounds))
+            texts.append(
+                PredictedText(
+                    prompt=row.id.rpartition("#")[0],
+                    rounds={rule: _pairs(each.whole) for rule, each in found.items()},
+                    by_proposals={rule: _pairs(each.by_proposals) for rule, each in found.items()},
+                )
+            )
         return cls(settings=settings, texts=texts)
 
     @classmethod
@@ -236,12 +300,17 @@ class PredictionFile(Strict):
         return file.exists() and read_model(file, cls).settings == settings
 
 
+def _pairs(rounds: Sequence[Rounds]) -> list[tuple[float, float]]:
+    return [(each.num, each.tokens) for each in rounds]
+
+
 class Predictions:
     """Expected rounds of every prompt, all its turns together, by rule and draft temperature."""
 
     def __init__(self, files: Sequence[Path], protocol: Protocol) -> None:
         self.protocol = protocol
         self._sums: dict[tuple[str, Rule, float], Rounds] = {}
+        self._cut: dict[tuple[str, Rule], list[Rounds]] = {}
         for file in files:
             made = read_model(file, PredictionFile)
             for text in made.texts:
@@ -252,6 +321,10 @@ class Predictions:
                     for draft_temperature, (num, tokens) in zip(given, values, strict=True):
                         key = (text.prompt, rule, draft_temperature)
                         self._sums[key] = self._sums.get(key, Rounds(0.0, 0.0)) + Rounds(num, tokens)
+                for rule, values in text.by_proposals.items():
+                    before = self._cut.get((text.prompt, rule), [Rounds(0.0, 0.0)] * len(values))
+                    both = zip(before, values, strict=True)
+                    self._cut[text.prompt, rule] = [rounds + Rounds(*pair) for rounds, pair in both]
 
     def of(self, task: Task, rule: Rule, draft_temperature: float) -> tuple[list[float], list[float]]:
         """Return the expected tokens and rounds of every prompt of a task."""
@@ -262,6 +335,21 @@ class Predictions:
                 f"the predictions lack {error.args[0][0]}; delete the folder predictions and run the same command again"
             ) from error
         return [each.tokens for each in found], [each.num for each in found]
+
+    def lengths_by_proposals(self, tasks: Sequence[Task]) -> dict[Rule, list[float]]:
+        """Return by rule the predicted tokens per call of blocks cut to 1, 2, .. B proposals, as means over the tasks.
+
+        The draft temperature is the paper's: the target's own, or argmax drafts under greedy verification.
+        """
+        found: dict[Rule, list[float]] = {}
+        for rule in self.protocol.rules:
+            by_task = []
+            for task in tasks:
+                rounds = [self._cut[prompt.id, rule] for prompt in task.prompts]
+                sums = [sum(each, Rounds(0.0, 0.0)) for each in zip(*rounds, strict=True)]
+                by_task.append([each.tokens / each.num if each.num else 0.0 for each in sums])
+            found[rule] = np.mean(by_task, 0).tolist()
+        return found
 
     def temperatures(self, tasks: Sequence[Task]) -> list[TemperaturePoint]:
         """Return the predicted acceptance lengths over the grid, as means over the tasks."""

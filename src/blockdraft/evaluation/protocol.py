@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from blockdraft.data import Prompt
+from blockdraft.decoding import ProposalChoice
 from blockdraft.evaluation.results import Choice, EvaluationError, Strict
 from blockdraft.verification import RULES, Rule
 
@@ -14,6 +15,8 @@ AUTOREGRESSIVE = "autoregressive"
 GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 ONE_HOT = 0.0
 """The draft temperature at which a drafter proposes its argmax, and q is one-hot."""
+
+NumProposals = int | Literal["auto"] | None
 
 TextKind = Literal["greedy", "sampled"]
 """The two kinds of texts that a target writes: at temperature 0, and at the temperature of sampling."""
@@ -44,6 +47,8 @@ class Protocol:
     temperature: of the target, for token and block verification.
     draft_temperatures: the grid that the best one is sought on; empty for none.
     one_hot: whether the sampled rules are also measured with argmax drafts, as engines draft by default.
+    num_proposals: tokens that every drafter proposes, at most those it was trained with; None for all of them, and
+        ``"auto"`` for the number with the most predicted tokens per second on this machine, for each drafter.
     num_traces: prompts per task for the block explorer.
     dynamics_texts, dynamics_blocks: training texts, and full blocks of each, for the figure of training dynamics;
         no texts for no figure.
@@ -55,6 +60,7 @@ class Protocol:
     seed: int = 0
     draft_temperatures: tuple[float, ...] = GRID
     one_hot: bool = True
+    num_proposals: NumProposals = None
     num_bootstrap: int = 1000
     num_traces: int = 2
     dynamics_texts: int = 512
@@ -102,10 +108,11 @@ class Protocol:
         return sorted({self.texts_of(rule) for rule in self.rules})
 
     def predicted_temperatures(self, rule: Rule) -> tuple[float, ...]:
-        """Return the draft temperatures that lengths are predicted for: argmax drafts, and the grid if it applies."""
+        """Return the draft temperatures that lengths are predicted for: the paper's first, then all others."""
         if rule == "greedy":
             return (ONE_HOT,)
-        return (ONE_HOT, *self.grid) if self.one_hot else self.grid
+        others = [each for each in self.grid if each != self.temperature]
+        return (self.temperature, *others, *((ONE_HOT,) if self.one_hot else ()))
 
     # Ways to decode
 
@@ -154,10 +161,19 @@ class Plan(Strict):
     seed: int
     draft_temperatures: list[float]
     one_hot: bool
+    num_proposals: NumProposals = None
 
     def differences(self, other: "Plan") -> list[str]:
         """Return the names of the fields that differ."""
         return [name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)]
+
+
+class ProposalFile(Strict):
+    """Holds how many tokens each drafter proposes, and why: ``proposals.json``. rule: the one it was chosen for."""
+
+    format: Literal["blockdraft.proposals/1"] = "blockdraft.proposals/1"
+    rule: Rule
+    drafters: dict[str, ProposalChoice]
 
 
 def as_rules(names: list[str]) -> tuple[Rule, ...]:

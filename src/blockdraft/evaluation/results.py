@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from blockdraft.decoding import ProposalChoice
 from blockdraft.errors import BlockdraftError
 from blockdraft.files import atomic_write
 from blockdraft.verification import Rule
@@ -73,6 +74,10 @@ class DrafterAbout(Strict):
     objective: as in the recipe; None if the folder does not tell.
     best_draft_temperature: by rule, where the predicted length is largest.
     temperatures: the grid it was chosen from.
+    num_proposals: how many tokens it was made to propose; trained_proposals: how many it was trained to propose.
+    proposal_choice: if the number was chosen for speed: the costs and predicted lengths that it was chosen by.
+    lengths_by_proposals: by rule, the predicted tokens per call if blocks are cut to 1, 2, .. num_proposals tokens,
+        at the paper's draft temperature, as means over the tasks.
     checkpoint: which one of its run this is; None for any other checkpoint, and for a folder outside a run.
     fingerprint: of its weights and configuration.
     """
@@ -91,6 +96,9 @@ class DrafterAbout(Strict):
     recipe: dict[str, Any] | None
     checkpoint: CheckpointName | None = None
     fingerprint: str | None = None
+    trained_proposals: int | None = None
+    lengths_by_proposals: dict[Rule, list[float]] = {}
+    proposal_choice: ProposalChoice | None = None
 
 
 class Cell(Strict):

@@ -4,6 +4,7 @@ from blockdraft.export.assistant import as_assistant
 from blockdraft.export.card import RunFacts, run_facts
 from blockdraft.export.commands import EngineNote, engine_notes
 from blockdraft.export.drafter import Checked, Exported, check_export, export_drafter
+from blockdraft.export.shipping import ship
 from blockdraft.export.target import export_target
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "export_drafter",
     "export_target",
     "run_facts",
+    "ship",
 ]

@@ -69,11 +69,11 @@ def write_card(
     sections = [
         f"# {NAMES[config.kind]} drafter for {base}",
         opening,
-        _table(_drafter_rows(config, around)),
+        markdown_table(_drafter_rows(config, around)),
         "## Serving",
         _serving(config, flavour, base),
         "## Target",
-        _table(
+        markdown_table(
             [
                 ("name", public_name(target.name)),
                 ("fingerprint of its weights", fingerprint(target)),
@@ -153,7 +153,7 @@ def _training(facts: RunFacts) -> str:
         ("revision", revision),
     ]
     text = yaml.safe_dump(_without_paths(recipe.model_dump(mode="json")), sort_keys=False)
-    return f"{_table(rows)}\n\nThe recipe, with only the last part of every path:\n\n```yaml\n{text}```"
+    return f"{markdown_table(rows)}\n\nThe recipe, with only the last part of every path:\n\n```yaml\n{text}```"
 
 
 def _without_paths(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _measured(facts: RunFacts, config: DrafterConfig) -> str:
     return (
         f"Expected accepted tokens of a block of {config.num_proposals}, correction and bonus token not counted, over "
         f"{facts.measured['heldout_num_blocks']:,.0f} blocks of held-out texts of the same data, without decoding:\n\n"
-        + _table(rows)
+        + markdown_table(rows)
     )
 
 
@@ -212,6 +212,6 @@ def _serving(config: DrafterConfig, flavour: Format, verifier: str) -> str:
     return "\n\n".join([*parts, STATE_SAMPLING])
 
 
-def _table(rows: list[tuple[str, Any]]) -> str:
+def markdown_table(rows: list[tuple[str, Any]]) -> str:
     lines = [f"| {name} | {UNKNOWN if value is None else value} |" for name, value in rows]
     return "\n".join(["| | |", "| --- | --- |", *lines])

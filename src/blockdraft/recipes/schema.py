@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from blockdraft.data.batches import AnchorChoice
+from blockdraft.drafters import SHIPPED
 from blockdraft.drafters.config import DrafterKind, MarkovKind
 from blockdraft.errors import BlockdraftError
 from blockdraft.losses import Objective, objective
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-SHIPPED_INITIAL = ("scratch", "target")
+KNOWN_INITIAL = ("scratch", "target")
 
 
 class RecipeError(BlockdraftError):
@@ -56,7 +57,7 @@ class DrafterSection(Section):
     markov_rank: int = Field(256, ge=1, description="DSpark only: rank of the Markov head")
     initial: str = Field(
         "scratch",
-        description="scratch, target (the target's own last layers), or the folder of a drafter to train further",
+        description="scratch, target (the target's own last layers), or a shipped drafter or folder to train further",
     )
 
     @field_validator("vocab_size")
@@ -69,8 +70,8 @@ class DrafterSection(Section):
     @field_validator("initial")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in SHIPPED_INITIAL and "/" not in value:
-            raise ValueError("must be scratch, target or a drafter's folder (./name if it is here)")
+        if value not in (*KNOWN_INITIAL, *SHIPPED) and "/" not in value:
+            raise ValueError("must be scratch, target, a shipped drafter or a drafter's folder (./name if it is here)")
         return value
 
     def config_options(self) -> dict[str, Any]:

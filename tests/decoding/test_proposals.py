@@ -1,0 +1,113 @@
+"""The number of proposals: the choice on costs and lengths made by hand, and what is measured for it."""
+
+import pytest
+import torch
+
+from blockdraft.decoding import (
+    DecodingError,
+    RoundCosts,
+    best_num_proposals,
+    choose_num_proposals,
+    generate,
+    measure_costs,
+)
+from blockdraft.decoding.proposals import costs_file, lengths_of, measure_lengths, remembered, tokens_per_second
+
+from tiny import EOS, tiny_drafter, tiny_target
+
+
+def costs(*seconds):
+    """Rounds that take so long with 0, 1, .. proposals, all of it the target's."""
+    none = (0.0,) * len(seconds)
+    return RoundCosts(none, tuple(map(float, seconds)), none)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(dtype=torch.float32)
+
+
+def test_lengths_are_one_and_the_sum_of_what_is_kept():
+    assert lengths_of([0.5, 0.25, 0.25]) == [1.5, 1.75, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "retention", "best"),
+    [
+        ((1, 1, 1, 1), (0.9, 0.8, 0.7), 3),  # a longer pass costs nothing: propose all
+        ((1, 2, 3, 4), (0.9, 0.8, 0.7), 1),  # every token costs as much as a round: speculation does not pay
+        ((1, 1.1, 1.2, 1.3), (1.0, 1.0, 1.0), 3),
+        ((1, 1.1, 1.2, 1.3), (0.9, 0.1, 0.1), 1),  # 1.9 / 1.1 = 1.727 beats 2.0 / 1.2 and 2.1 / 1.3
+        ((1, 1, 5, 1), (0.5, 0.5, 0.1), 3),  # a step in the costs is seen
+        ((1, 1, 1, 1), (0.5, 0.0, 0.0), 1),  # of equal speeds the smallest number
+    ],
+)
+def test_the_best_number_by_hand(seconds, retention, best):
+    chosen = best_num_proposals(costs(*seconds), lengths_of(retention))
+    assert chosen.num_proposals == best
+    speeds = [length / took for length, took in zip([1.0, *lengths_of(retention)], seconds, strict=True)]
+    assert chosen.tokens_per_second == pytest.approx(speeds)
+    assert chosen.speedup == pytest.approx(speeds[best] * seconds[0])
+
+
+def test_all_phases_count():
+    timed = RoundCosts((0.0, 1.0, 1.5), (2.0, 2.0, 3.0), (0.5, 0.5, 0.5))
+    assert timed.seconds == (2.5, 3.5, 5.0)
+    assert tokens_per_second(timed, [2.0, 3.0]) == pytest.approx((1 / 2.5, 2 / 3.5, 3 / 5))
+
+
+def test_what_does_not_belong_together_is_refused():
+    with pytest.raises(ValueError, match="2 lengths do not belong"):
+        best_num_proposals(costs(1, 1, 1, 1), [1.5, 2.0])
+    with pytest.raises(ValueError, match="same numbers"):
+        RoundCosts((0.0, 1.0), (1.0,), (0.0, 0.0))
+
+
+def test_costs_are_measured_for_every_number(target):
+    found = measure_costs(target, tiny_drafter("dflash", target), [[7, 8, 9]], seconds=0.0, min_rounds=1)
+    assert found.num_proposals == 4
+    assert found.draft[0] < min(found.draft[1:])  # nothing is drafted where nothing is proposed
+    assert min(found.verify) > 0
+
+
+def test_a_target_that_always_ends_at_once_is_said(target):
+    with pytest.raises(DecodingError, match="too early"):
+        measure_costs(tiny_target(eos=list(range(40))), tiny_drafter("dflash", target), [[7]], max_sweeps=3)
+    assert EOS in target.eos_ids
+
+
+def test_lengths_under_greedy_verification_are_those_of_decoding(target):
+    drafter = tiny_drafter("dflash", target)
+    out = generate(target, drafter, [7, 8], rule="greedy", max_new_tokens=40)
+    found = measure_lengths(target, drafter, [[7, 8]], rule="greedy", max_new_tokens=40)
+    for number, length in enumerate(found, 1):
+        kept = [min(each.accepted, number) for each in out.rounds]
+        assert length == pytest.approx(1 + sum(kept) / len(kept))
+
+
+def test_costs_are_remembered_per_models_and_machine(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    drafter, asked = tiny_drafter("dflash", target), []
+
+    def measure():
+        asked.append(1)
+        return costs(1, 2, 3, 4, 5)
+
+    for _ in range(2):
+        assert remembered(target, drafter, "block", measure) == costs(1, 2, 3, 4, 5)
+    assert len(asked) == 1
+    others = [
+        costs_file(target, drafter, "token"),
+        costs_file(target, tiny_drafter("dspark", target), "block"),
+        costs_file(tiny_target(dtype=torch.float32, num_layers=7), drafter, "block"),
+        costs_file(target, drafter.with_proposals(3), "block"),
+    ]
+    assert len({costs_file(target, drafter, "block"), *others}) == 5
+    other_weights = tiny_drafter("dflash", target, seed=2)
+    assert costs_file(target, drafter, "block") == costs_file(target, other_weights, "block")
+
+
+def test_the_choice_from_given_numbers_runs_no_model(target):
+    drafter = tiny_drafter("dflash", target)
+    chosen = choose_num_proposals(target, drafter, [], lengths=[1.9, 2.0, 2.0, 2.0], costs=costs(1, 1, 1.2, 1.3, 1.4))
+    assert chosen.num_proposals == 1

@@ -1,0 +1,186 @@
+"""Drafters in the box: a small run becomes a folder of the package, found by name, described, and loaded exactly."""
+
+import importlib
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from blockdraft.data import Prompt
+from blockdraft.drafters import SHIPPED, CheckpointError, find_drafter, load_drafter
+from blockdraft.evaluation import Evaluation, EvaluationError, Protocol, Task, load_candidates, read_results
+from blockdraft.evaluation.shipped import ShippedDrafter, shipped_drafters, shipped_record
+from blockdraft.export.shipping import measurement, public_recipe, training_command
+from blockdraft.recipes import Recipe, load_recipe
+from blockdraft.runs import Run
+from blockdraft.targets import fingerprint
+
+import runs
+from commands import blockdraft
+from tiny import tiny_target
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+tool = importlib.import_module("ship_drafter")
+
+FEW = Protocol(max_new_tokens=10, num_bootstrap=20, num_traces=0, dynamics_texts=0, draft_temperatures=(0.6, 1.0))
+SOURCE = "blockdraft data prompts --source pocket"
+
+
+@pytest.fixture(scope="module")
+def target():
+    return runs.target()
+
+
+@pytest.fixture(scope="module")
+def made(target, tmp_path_factory):
+    """A run, an evaluation of it, and the folder of shipped drafters with it in it."""
+    root = tmp_path_factory.mktemp("shipping")
+    data = runs.make_data(root / "data", target)
+    runs.train(data, root / "run", "optimizer.max_steps=3", "target.name=tiny", model=target)
+    tasks = [Task("one", "One", "math", "here", [Prompt(f"p{i}", (f"w{7 + i} w9",)) for i in range(2)])]
+    Evaluation(target, load_candidates([f"it={root / 'run'}"], target), tasks, FEW, root / "evaluation").run()
+    arguments = [root / "run", "--name", "tiny-dflash-bv", "--evaluation", root / "evaluation", "--out", root / "box"]
+    assert tool.main([*map(str, arguments), "--command", SOURCE]) == 0
+    return root
+
+
+@pytest.fixture
+def shipped(made, monkeypatch):
+    monkeypatch.setitem(SHIPPED, "tiny-dflash-bv", made / "box" / "tiny-dflash-bv")
+    return made / "box" / "tiny-dflash-bv"
+
+
+def test_the_weights_are_those_of_the_run_rounded(shipped, made, target):
+    stored = load_file(shipped / "model.safetensors")
+    assert {each.dtype for each in stored.values()} == {torch.bfloat16}
+    original = load_file(made / "run" / "best" / "model.safetensors")
+    loaded = load_drafter("tiny-dflash-bv", target)
+    assert find_drafter("tiny-dflash-bv") == shipped
+    for name, tensor in original.items():
+        assert torch.equal(stored[name], tensor.to(torch.bfloat16)), name
+        assert torch.equal(loaded.state_dict()[name], tensor.to(torch.bfloat16).float()), name
+
+
+def test_another_target_of_the_same_shapes_is_refused(shipped):
+    del shipped
+    with pytest.raises(CheckpointError, match="made for the target with fingerprint"):
+        load_drafter("tiny-dflash-bv", tiny_target(dtype=torch.float32, seed=1))
+    with pytest.raises(CheckpointError, match=r"did you mean tiny-dflash-bv\?"):
+        find_drafter("tiny-dflash-vb")
+    with pytest.raises(CheckpointError, match=r"elephant: no such folder, and no shipped drafter: .*tiny-dflash-bv"):
+        find_drafter("elephant")
+
+
+def test_the_record_says_how_it_was_made_and_nothing_of_the_machine(shipped, made, target):
+    record = ShippedDrafter.read(shipped)
+    run, results = Run.open(made / "run"), read_results(made / "evaluation")
+    assert (record.name, record.target, record.target_fingerprint) == (
+        "tiny-dflash-bv",
+        "tiny qwen3",
+        fingerprint(target),
+    )
+    assert record.recipe.objective == run.recipe.resolved().objective
+    assert record.recipe.optimizer == run.recipe.optimizer
+    assert (record.step, record.num_steps) == (Run.of_checkpoint(made / "run" / "best")[1], 3)
+    assert record.data.num_texts == 36
+    assert record.commands == [SOURCE, "blockdraft train recipe.yaml --out runs/tiny-dflash-bv"]
+    assert record.num_bytes == 2 * record.num_parameters
+    measured = record.measured
+    assert (measured.weights, measured.tasks) == ("run", {"one": 2})
+    for each in results.averages:
+        assert measured.length(each.rule, each.choice) == each.predicted_length
+    lengths = measured.lengths_by_proposals["block"]
+    assert lengths[-1] == pytest.approx(measured.length("block", "paper").value)
+    for file in ("drafter.json", "README.md", "config.json"):
+        text = (shipped / file).read_text()
+        assert str(made) not in text
+        assert "/tmp" not in text
+
+
+def test_the_card_has_the_lengths_and_the_recipe(shipped):
+    card, record = (shipped / "README.md").read_text(), ShippedDrafter.read(shipped)
+    assert card.startswith("---\n")
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == "tiny qwen3"
+    predicted = record.measured.length("block", "paper")
+    assert f"{predicted.value:.2f} [{predicted.low:.2f}, {predicted.high:.2f}]" in card
+    for command in record.commands:
+        assert command in card
+    inside = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert inside["objective"]["options"] == record.recipe.objective.options
+
+
+def test_it_is_evaluated_under_its_recipes_label(shipped, target):
+    del shipped
+    (candidate,) = load_candidates(["tiny-dflash-bv"], target)
+    assert (candidate.name, candidate.label, candidate.objective) == ("tiny-dflash-bv", "BV", "bv")
+    assert candidate.fingerprint == shipped_drafters()[-1].fingerprint
+    (named,) = load_candidates(["mine=tiny-dflash-bv"], target)
+    assert named.name == "mine"
+
+
+def test_drafters_ls(shipped):
+    record = shipped_record(shipped)
+    ended = blockdraft("drafters", "ls")
+    assert ended.code == 0
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("tiny-dflash-bv")]
+    length = record.measured.length("block", "paper").value
+    size = f"{(shipped / 'model.safetensors').stat().st_size / 1e6:.1f}"
+    assert line.split() == ["tiny-dflash-bv", "tiny", "qwen3", "dflash", "BV", "2", "4", size, "MB", f"{length:.2f}"]
+    (found,) = [
+        each for each in json.loads(blockdraft("drafters", "ls", "--json").out) if each["target"] == "tiny qwen3"
+    ]
+    assert found["predicted_length"] == {"block": length, "token": record.measured.length("token", "paper").value} | {
+        "greedy": record.measured.length("greedy", "paper").value
+    }
+
+
+def test_no_shipped_drafter_is_said(monkeypatch):
+    for name in list(SHIPPED):
+        monkeypatch.delitem(SHIPPED, name)
+    ended = blockdraft("drafters", "ls")
+    assert ended.code == 0
+    assert ended.out == ""
+    assert "no drafters" in ended.err
+
+
+def test_an_evaluation_of_another_drafter_is_refused(shipped, made, capsys):
+    results = read_results(made / "evaluation")
+    with pytest.raises(EvaluationError, match="no drafter with the fingerprint 0123"):
+        measurement(results, "0123")
+    assert tool.main([str(made / "run"), "--name", "tiny-dflash-bv", "--out", str(made / "box")]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert ShippedDrafter.read(shipped).measured is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ["optimizer.name=muon", "optimizer.betas=[0.8, 0.99]", "drafter.num_layers=2", "data.path=/somewhere/data"],
+        ["annealing=null", "objective.options.beta=0.5"],
+        ["drafter.initial=/elsewhere/best", "objective.options.summand_floor=0.5"],
+    ],
+)
+def test_the_training_command_gives_the_recipe(changes):
+    recipe = public_recipe(load_recipe("pocket-dflash-bv", changes).resolved())
+    words = shlex.split(training_command(recipe, "it"))
+    assert words[:3] == ["blockdraft", "train", "pocket-dflash-bv"]
+    again = load_recipe(words[2], words[3:-2]).resolved()
+    for section in set(Recipe.model_fields) - {"runtime", "logging"}:
+        assert getattr(again, section) == getattr(recipe, section), section
+    assert "where" not in " ".join(words)
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_what_is_shipped_is_whole(name):
+    record, files = ShippedDrafter.read(SHIPPED[name]), {file.name for file in SHIPPED[name].iterdir()}
+    assert files == {"config.json", "model.safetensors", "drafter.json", "README.md"}
+    assert record.name == name
+    assert record.measured is not None
+    assert record.num_bytes < 50e6
