@@ -9,6 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from blockdraft import __version__
 from blockdraft.cli.data import inspect, prompts, regenerate
+from blockdraft.cli.doctor import doctor
 from blockdraft.cli.evaluate import demo, evaluate, report
 from blockdraft.cli.export import export, export_target
 from blockdraft.cli.generate import generate
@@ -73,8 +74,8 @@ class VerbTree(TyperGroup):
     """The verbs in the order in which one needs them."""
 
     ORDER = (
-        "demo", "generate", "data", "recipes", "estimate", "train", "evaluate", "report", "study", "export",
-        "export-target",
+        "demo", "generate", "data", "recipes", "estimate", "train", "evaluate", "report", "study", "doctor",
+        "export", "export-target",
     )  # fmt: skip
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -122,6 +123,7 @@ app.command(cls=ResumableVerb)(train)
 app.command(cls=EvaluateVerb)(evaluate)
 app.command(cls=Verb)(report)
 app.command(cls=ResumableVerb)(study)
+app.command(cls=Verb)(doctor)
 app.command(cls=Verb)(export)
 app.command("export-target", cls=Verb)(export_target)
 
