@@ -19,6 +19,7 @@ __all__ = [
     "as_assistant",
     "data",
     "decoding",
+    "doctor",
     "drafters",
     "evaluation",
     "export",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from blockdraft import (
         data,
         decoding,
+        doctor,
         drafters,
         evaluation,
         export,

@@ -10,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 from blockdraft import __version__
 from blockdraft.cli.data import inspect, prompts, regenerate
 from blockdraft.cli.demo import demo
+from blockdraft.cli.doctor import doctor
 from blockdraft.cli.drafters import list_drafters
 from blockdraft.cli.evaluate import evaluate, report
 from blockdraft.cli.export import export, export_target
@@ -75,7 +76,7 @@ class VerbTree(TyperGroup):
     """The verbs in the order in which one needs them."""
 
     ORDER = (
-        "demo", "generate", "drafters", "data", "recipes", "estimate", "train", "evaluate", "report", "study",
+        "demo", "generate", "drafters", "data", "recipes", "estimate", "train", "evaluate", "report", "study", "doctor",
         "export", "export-target",
     )  # fmt: skip
 
@@ -127,6 +128,7 @@ app.command(cls=ResumableVerb)(train)
 app.command(cls=EvaluateVerb)(evaluate)
 app.command(cls=Verb)(report)
 app.command(cls=ResumableVerb)(study)
+app.command(cls=Verb)(doctor)
 app.command(cls=Verb)(export)
 app.command("export-target", cls=Verb)(export_target)
 

@@ -39,6 +39,20 @@ LAYER_KEYS = {
     "vocab_size": "vocab_size",
 }
 """Our names, and those of a Qwen3 configuration."""
+USUAL: dict[str, tuple[Any, ...]] = {
+    "model_type": ("qwen3",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+    "is_neox_style": (True,),
+    "logit_scale": (1.0,),
+    "causal": (False,),
+    "quantization_config": (),
+    "use_swa": (False,),
+    "attention_sink_bias": (False,),
+    "attention_value_scale": (1.0,),
+}
+"""What our layers compute, by the keys under which configurations may say otherwise; absent and null are fine."""
 FINGERPRINT = "target_fingerprint"
 """Our own key in both formats; engines leave keys alone that they do not know."""
 
@@ -325,19 +339,7 @@ def _read_layers(values: Values) -> Values:
     """Return our names for what a Qwen3 configuration says, if our layers compute it."""
     wrong = [
         f"{key} is {values[key]!r}"
-        for key, usual in (
-            ("model_type", ("qwen3",)),
-            ("hidden_act", ("silu",)),
-            ("attention_bias", (False,)),
-            ("use_sliding_window", (False,)),
-            ("is_neox_style", (True,)),
-            ("logit_scale", (1.0,)),
-            ("causal", (False,)),
-            ("quantization_config", ()),
-            ("use_swa", (False,)),
-            ("attention_sink_bias", (False,)),
-            ("attention_value_scale", (1.0,)),
-        )
+        for key, usual in USUAL.items()
         if values.get(key) is not None and values[key] not in usual
     ]
     kinds = sorted(set(values.get("layer_types") or ()) - {"full_attention"})

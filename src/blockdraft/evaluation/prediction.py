@@ -28,9 +28,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockdraft.data import Batch, Completion, OnlineFeatures, TextAnchors, TextDataset, collate
+from blockdraft.data import Batch, Completion, Features, OnlineFeatures, TextAnchors, TextDataset, collate
 from blockdraft.decoding import generate
 from blockdraft.drafters import Drafter
+from blockdraft.drafters.drafter import MakeAttention
 from blockdraft.evaluation.protocol import ONE_HOT, Protocol
 from blockdraft.evaluation.results import EvaluationError, Strict, TemperaturePoint, read_model
 from blockdraft.evaluation.tasks import Task
@@ -146,12 +147,29 @@ class PredictedRounds:
 
 
 class Predictor:
-    """Predicts the rounds of one drafter on texts of its target."""
+    """Predicts the rounds of one drafter on texts of its target.
 
-    def __init__(self, target: Target, drafter: Drafter, temperature: float, max_new_tokens: int, seed: int) -> None:
+    features: where the target's features come from; the target itself unless given.
+    frozen: the embedding and head that the drafter uses, if they are not the target's.
+    make_attention: how blocks attend, if not as the drafter does by itself.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        *,
+        features: Features | None = None,
+        frozen: Target | None = None,
+        make_attention: MakeAttention | None = None,
+    ) -> None:
         self.target, self.drafter = target, drafter
         self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
-        self.features = OnlineFeatures(target, drafter.config.target_layers)
+        self.features = features or OnlineFeatures(target, drafter.config.target_layers)
+        self.frozen, self.make_attention = frozen or target, make_attention
 
     @torch.no_grad()
     def predict(
@@ -193,7 +211,8 @@ class Predictor:
 
     def _beyond_the_budget(self, row: Completion) -> list[int]:
         """Return the response, and as many tokens more as the last block may reach if the budget cut it."""
-        if row.response_ids[-1] in self.target.eos_ids:
+        reach = self.max_new_tokens + self.drafter.config.num_proposals
+        if row.response_ids[-1] in self.target.eos_ids or len(row.response_ids) >= reach:
             return row.response_ids
         more = generate(
             self.target, None, [*row.prompt_ids, *row.response_ids], temperature=self.temperature,
@@ -207,13 +226,12 @@ class Predictor:
         assert output.features is not None
         target_hidden = batch.at_blocks(output.hidden)
         per_pass = max(1, LOGITS_PER_PASS // (self.target.vocab_size * batch.valid.shape[1]))
-        hidden = self.drafter(
-            output.features.to(self.drafter.fc.weight.dtype), batch.anchor_tokens, batch.anchors, self.target
-        )
+        features = output.features.to(self.drafter.fc.weight.dtype)
+        hidden = self.drafter(features, batch.anchor_tokens, batch.anchors, self.frozen, self.make_attention)
         parts: list[_Scores] = []
         for at in range(0, len(batch.anchors), per_pass):
             piece = slice(at, at + per_pass)
-            logits = self.drafter.logits(hidden[piece], batch.previous[piece], self.target)
+            logits = self.drafter.logits(hidden[piece], batch.previous[piece], self.frozen)
             labels = batch.labels[piece]
             log_q = np.zeros((len(draft_temperatures), *labels.shape))
             for number, temperature in enumerate(draft_temperatures):

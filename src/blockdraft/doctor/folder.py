@@ -1,0 +1,135 @@
+"""A drafter's folder as it stands, whoever wrote it, and a copy of what it says that checks mend as they go."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from blockdraft.drafters import DrafterConfig, SlotLayout
+from blockdraft.drafters.checkpoint import CONFIG, load_json, load_tensors
+from blockdraft.drafters.formats import ARCHITECTURES, FormatError, format_of, read_config
+from blockdraft.errors import BlockdraftError
+
+LAYERS = "transformer_layer_config."
+OWN = {
+    "slots": "slot_layout", "mask": "mask_token_id", "layers": "target_layers", "depth": "num_target_layers",
+    "width": "hidden_size", "vocabulary": "vocab_size", "theta": "rope_theta",
+}  # fmt: skip
+FLAT = {
+    "slots": "sample_from_anchor", "mask": "mask_token_id", "layers": "target_layer_ids",
+    "depth": "num_target_layers", "width": "hidden_size", "vocabulary": "vocab_size", "theta": "rope_theta",
+}  # fmt: skip
+KEYS: dict[str, dict[str, str]] = {
+    "blockdraft": OWN,
+    "flat dflash": FLAT | {"mask": "dflash_config.mask_token_id", "layers": "dflash_config.target_layer_ids"},
+    "flat dspark": FLAT,
+    "speculators": FLAT
+    | {"layers": "aux_hidden_state_layer_ids", "width": f"{LAYERS}hidden_size", "vocabulary": f"{LAYERS}vocab_size"}
+    | {"theta": f"{LAYERS}rope_theta"},
+}
+"""Where each format keeps what they all say, as paths into ``config.json``."""
+
+
+class Folder:
+    """A folder under examination.
+
+    given: ``config.json`` as it stands. values: a copy, mended wherever a check found something wrong, so that the
+        next checks and the measurement can go on. tensors: those of the folder, mended likewise.
+    hopeless: why nothing can be measured, once something was found that cannot be mended.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.given = load_json(path)
+        self.values: dict[str, Any] = copy.deepcopy(self.given)
+        self.tensors: dict[str, Tensor] = load_tensors(path)
+        self.hopeless: str | None = None
+
+    @property
+    def format(self) -> str:
+        """flat, speculators or blockdraft."""
+        return format_of(self.given) or "blockdraft"
+
+    @property
+    def kind(self) -> str | None:
+        """dflash or dspark, and None if it is neither."""
+        if self.format == "flat":
+            names = self.given.get("architectures")
+            kinds = [ARCHITECTURES.get(str(name)) for name in names] if isinstance(names, list) else []
+            return next((kind for kind in kinds if kind is not None), None)
+        kind = self.given.get("speculators_model_type" if self.format == "speculators" else "kind")
+        return kind if kind in ("dflash", "dspark") else None
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """The part of the mended configuration that describes the layers."""
+        nested = self.values.get(LAYERS.rstrip(".")) if self.format == "speculators" else self.values
+        return nested if isinstance(nested, dict) else {}
+
+    def key(self, field: str) -> str:
+        """Return the path of a field in ``config.json``, for messages."""
+        return KEYS.get(f"flat {self.kind}" if self.format == "flat" else self.format, FLAT).get(field, field)
+
+    def get(self, path: str) -> Any:
+        """Return what the mended configuration says at a path, or under the name of a field; None if nothing."""
+        value: Any = self.values
+        for key in self.key(path).split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def put(self, path: str, value: Any) -> None:
+        """Mend a value, also where the section it belongs to is missing."""
+        *parents, last = self.key(path).split(".")
+        section = self.values
+        for key in parents:
+            if not isinstance(section.get(key), dict):
+                section[key] = {}
+            section = section[key]
+        section[last] = value
+
+    @property
+    def first_layer(self) -> int:
+        """What this format calls the target's first layer: 1 in speculators, 0 elsewhere."""
+        return int(self.format == "speculators")
+
+    @property
+    def num_slots(self) -> int | None:
+        """Slots of a block, if the configuration says so in a number."""
+        if self.format == "blockdraft":
+            num, layout = self.get("num_proposals"), self.get("slots")
+            return num + (layout == SlotLayout.FILL_IN) if isinstance(num, int) else None
+        size = self.get("block_size")
+        return size if isinstance(size, int) else None
+
+    @property
+    def num_features(self) -> int | None:
+        """How many of the target's layers ``fc`` reads, by its shape."""
+        weight = self.tensors.get("fc.weight")
+        if weight is None or weight.dim() != 2 or weight.shape[1] % weight.shape[0]:
+            return None
+        return weight.shape[1] // weight.shape[0]
+
+    def config(self, num_target_layers: int) -> DrafterConfig:
+        """Return the mended configuration, checked; a `FormatError` says what is still wrong."""
+        try:
+            if self.format == "blockdraft":
+                return DrafterConfig.from_dict(self.values)
+            return read_config(self.values, num_target_layers)
+        except BlockdraftError as error:
+            raise FormatError(f"{CONFIG}: {error}") from error
+
+
+def is_int(value: Any) -> bool:
+    """Return whether a value of a JSON file is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def as_number(value: Any) -> float | None:
+    """Return a value of a JSON file as a number, and None if it is none."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def as_section(value: Any) -> dict[str, Any]:
+    """Return a value of a JSON file as a section, an empty one if it is none."""
+    return value if isinstance(value, dict) else {}
