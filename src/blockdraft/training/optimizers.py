@@ -1,10 +1,12 @@
 """Optimizers and the learning rate: AdamW as in the paper, or Muon for matrices with AdamW for the rest."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from blockdraft.muon import Muon
 from blockdraft.recipes.schema import OptimizerSection
