@@ -7,7 +7,7 @@ from blockdraft.decoding import Generation, Round, generate
 from blockdraft.drafters import Drafter
 from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation.shipped import ShippedDrafter, shipped_drafters
-from blockdraft.pocket.corpus import FAMILIES, heldout
+from blockdraft.pocket import FAMILIES, heldout
 from blockdraft.targets import Target
 
 WARM_UP_TOKENS = 8

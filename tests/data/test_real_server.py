@@ -7,7 +7,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from blockdraft.data import Conversation, GenerationSettings, Prompt, ServerEngine
 from blockdraft.decoding import generate
-from blockdraft.pocket.corpus import heldout
+from blockdraft.pocket import heldout
 from blockdraft.targets import Sampling, load_target
 from blockdraft.targets.loading import POCKET_FOLDER
 

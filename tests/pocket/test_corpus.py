@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.pocket.arithmetic import LARGEST, OPERATIONS, Event, Story, parse_answer
-from blockdraft.pocket.corpus import FAMILIES, examples, heldout, prompts, split_of
-from blockdraft.pocket.dice import Dice
-from blockdraft.pocket.functions import code_of, parses
+from blockdraft.pocket.corpus import FAMILIES, CorpusError, examples, heldout, prompts, split_of
+from blockdraft.pocket.corpus.arithmetic import LARGEST, NUMBER_WORDS, OPERATIONS, Event, Story, parse_answer
+from blockdraft.pocket.corpus.dice import Dice
+from blockdraft.pocket.corpus.functions import code_of, fulfils, parses
 
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 
-DIGEST = "f36c066ad131cea4"
+DIGEST = "cafe97ceaa8033bd"
 """Of the first conversations. Whoever changes the corpus must rebuild the model, and then this."""
 
 
@@ -36,7 +36,8 @@ def test_the_corpus_is_the_one_the_model_was_built_on():
 
 
 def test_another_process_with_another_hash_seed_draws_the_same():
-    environment = {**os.environ, "PYTHONHASHSEED": "123", "PYTHONPATH": str(Path(__file__).parent)}
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONHASHSEED": "123", "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-c", "import test_corpus; print(test_corpus.digest())"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == digest()
@@ -48,7 +49,6 @@ def test_a_seed_is_a_stream_of_its_own(family):
     assert take(family, 20) == take(family, 40)[:20]
     assert {each.prompt for each in take(family, 20)} != {each.prompt for each in take(family, 20, seed=2)}
     assert len({each.id for each in take(family, 20)}) == 20
-    assert list(islice(prompts(family, "train", 1), 20)) == [each.prompt for each in take(family, 20)]
 
 
 @EVERY
@@ -68,10 +68,30 @@ def test_the_evaluation_list_is_fixed_and_without_repeats(family):
     assert {each.family for each in listed} == {family}
 
 
+def test_a_kind_is_a_part_of_the_evaluation_list():
+    listed = heldout("chat", 10, "definition")
+    assert {each.kind for each in listed} == {"definition"}
+    assert len({each.prompt for each in listed}) == len(listed) == 10
+    assert listed[0] in heldout("chat", 100)
+
+
+def test_prompts_mix_families_and_turns():
+    drawn = list(islice(prompts(0), 1000))
+    assert drawn[:50] == list(islice(prompts(0), 50)) != list(islice(prompts(1), 50))
+    families = Counter(each.family for each in drawn)
+    assert families["chat"] > families["math"] > 200 < families["code"]
+    assert 50 < sum(len(each.turns) == 2 for each in drawn) < 150
+    assert {split_of(turn) for each in drawn for turn in each.turns} == {"train"}
+    assert len({each.id for each in drawn}) == len(drawn)
+    assert {each.family for each in islice(prompts(3, "code"), 50)} == {"code"}
+
+
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="unknown family 'maths'; known: math, code, chat"):
+    with pytest.raises(CorpusError, match="unknown family 'maths'; known: math, code, chat"):
         next(examples("maths", "train", 1))
-    with pytest.raises(ValueError, match="unknown split 'test'; known: train, heldout"):
+    with pytest.raises(CorpusError, match="unknown family 'maths'"):
+        next(prompts(0, "maths"))
+    with pytest.raises(CorpusError, match="unknown split 'test'; known: train, heldout"):
         next(examples("math", "test", 1))
 
 
@@ -84,6 +104,9 @@ def test_math_answers_follow_from_the_working():
             assert len({evaluate(side) for side in equation.split(" = ")}) == 1, equation
         assert parse_answer(each.response) == int(each.answer) == evaluate(equations[-1].split(" = ")[-1])
         numbers = set(re.findall(r"\d+", each.prompt))
+        numbers |= {str(value) for value, word in enumerate(NUMBER_WORDS, start=2) if word in each.prompt}
+        if each.kind == "two people":
+            numbers |= {"2"} if "twice" in each.prompt else set()
         assert set(re.findall(r"\d+", equations[0].split(" = ")[0])) <= numbers, each
         assert max(int(n) for n in re.findall(r"\d+", each.response)) <= LARGEST
         assert each.response.endswith(f"\nAnswer: {each.answer}")
@@ -125,27 +148,48 @@ def test_every_function_does_what_was_asked():
         assert parses(each.response)
         names = {}
         exec(code_of(each.response), names)
-        exec(each.answer, names)
+        name = re.search(r"def (\w+)", each.response).group(1)
+        exec(each.answer, names | {"function": names[name]})
         assert each.answer.count("assert ") >= 3
-        assert re.search(r"def (\w+)", each.response).group(1) in each.prompt
+        assert "`" not in each.prompt or f"`{name}" in each.prompt
 
 
-def test_a_wrong_function_fails_its_checks():
-    each = next(each for each in take("code", 200) if "def square(" in each.response)
-    with pytest.raises(AssertionError):
-        exec("def square(x):\n    return x + x\n" + each.answer)
+REVERSE = "```python\ndef reverse(text):\n    return {}\n```"
+CHECKS = "assert function('ab') == 'ba'"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "verdict"),
+    [
+        ("Reverse a text.", REVERSE.format("text[::-1]"), True),
+        ("Write `reverse(text)`.", REVERSE.format("text[::-1]"), True),
+        ("Write `mirror(text)`.", REVERSE.format("text[::-1]"), False),
+        ("Reverse a text.", REVERSE.format("text"), False),
+        ("Reverse a text.", REVERSE.format("text["), False),
+        ("Reverse a text.", "text[::-1]", False),
+    ],
+)
+def test_fulfils(prompt, response, verdict):
+    assert fulfils(prompt, response, CHECKS) is verdict
+
+
+def test_a_function_that_does_not_end_fails():
+    assert not fulfils(
+        "Loop.", "```python\ndef loop(x):\n    while True:\n        pass\n```", "function(1)", seconds=0.5
+    )
 
 
 @EVERY
 def test_responses_are_long_enough_for_blocks(family, tokenizer):
     lengths = [len(tokenizer.encode(each.response).ids) for each in take(family, 500)]
-    assert sum(30 <= length <= 200 for length in lengths) >= 0.98 * len(lengths)
+    assert max(lengths) <= 200
+    assert sum(length >= 25 for length in lengths) >= 0.75 * len(lengths)
 
 
 @EVERY
 def test_responses_hardly_ever_repeat(family):
     sample = take(family, 3000)
-    assert len({each.response for each in sample}) > 0.9 * len(sample)
+    assert len({each.response for each in sample}) > 0.85 * len(sample)
 
 
 @pytest.mark.parametrize("family", ["code", "chat"])
@@ -163,5 +207,7 @@ def test_a_math_problem_is_solved_in_several_ways():
     for seed in range(20):
         story = Story(Dice(seed), 30, "{name} has 30 nuts.", {"name": "Mia"})
         story.apply("+", 12, Event("Mia finds {number} more.", "[we add {number}|{number} are added]"))
-        solutions.add(story.solution("[So|Then] {name} has {value} nuts."))
+        draft = story.finish("How many nuts has {name}?", "[So|Then] {name} has {value} nuts.", "nuts")
+        assert (draft.answer, draft.difficulty, draft.kind) == ("42", 1, "nuts")
+        solutions.add(draft.response)
     assert len(solutions) > 10

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from blockdraft.pocket.build.model import Shape, new_model, weighted_loss
+from blockdraft.pocket.build.packing import PROMPT_WEIGHT, encode_conversation, pack, training_batch
 from blockdraft.pocket.corpus import split_of
-from blockdraft.pocket.packing import PROMPT_WEIGHT, encode_conversation, pack, training_batch
-from blockdraft.pocket.training import Settings, new_model, weighted_loss
 
-TINY = Settings(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+TINY = Shape(hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=16)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_what_fits_nowhere_is_left_out(tokenizer):
 def test_a_packed_batch_has_the_loss_of_its_conversations_alone(tokenizer):
     turns = [[("Hi", "Hello there")], [("What?", "That, I think."), ("Why?", "So.")], [("Go on", "No, no, no.")]]
     found = [encode_conversation(tokenizer, each) for each in turns]
-    model = new_model(TINY, tokenizer).double()
+    model = new_model(TINY, 2, tokenizer, seed=0).double()
     packed = pack(found, 2, 60, pad_id=0)
     assert int(packed.segments.max()) > 1
     alone = [pack([each], 1, len(each.tokens), pad_id=0) for each in found]

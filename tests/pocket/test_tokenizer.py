@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from blockdraft.pocket.build.packing import encode_conversation
+from blockdraft.pocket.build.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, render, save_tokenizer, train_tokenizer
 from blockdraft.pocket.corpus import FAMILIES, examples
-from blockdraft.pocket.packing import encode_conversation
-from blockdraft.pocket.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, render, save_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -171,8 +171,9 @@ def show_results(results: "Results") -> None:
     for each in results.averages:
         length = each.acceptance_length
         name = each.drafter if labels[each.drafter] == each.drafter else f"{each.drafter}: {labels[each.drafter]}"
+        draft_temperature = "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g}"
         table.add_row(
-            Text(name + fewer.get(each.drafter, "")), each.rule, "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g}",
+            Text(name + fewer.get(each.drafter, "")), each.rule, draft_temperature,
             f"{length.value:.2f}", f"{length.low:.2f}-{length.high:.2f}", f"{each.predicted_length.value:.2f}",
             f"{each.whole_block_rate:.1%}", f"{each.speedup.value:.2f}x",
         )  # fmt: skip

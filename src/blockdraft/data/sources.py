@@ -10,8 +10,6 @@ from typing import Any
 from blockdraft.data.prompts import KEYS, LAYOUTS, Dropped, Prompt, PromptError, parse_rows, to_prompt
 
 POCKET_SOURCE = "pocket"
-TWO_TURNS = 0.1
-"""The share of pocket's conversations that have two turns."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +72,12 @@ def pocket_prompts(seed: int, family: str | None = None) -> Iterator[Prompt]:
 
     The same seed gives the same prompts. None of pocket's held-out prompts is among them. Texts may repeat.
     """
-    from blockdraft.pocket.corpus import FAMILIES, examples
-    from blockdraft.pocket.dice import Dice
-    from blockdraft.pocket.packing import MIXTURE
+    from blockdraft import pocket
 
-    if family is not None and family not in FAMILIES:
-        raise PromptError(f"unknown family {family!r} of pocket's corpus; known: {', '.join(FAMILIES)}")
-    mixture = [each for each in MIXTURE if family in (None, each)]
-    dice = Dice(f"prompts/{seed}")
-    streams = {each: examples(each, "train", seed) for each in mixture}
-    while True:
-        drawn = [next(streams[dice.pick(mixture)]) for _ in range(2 if dice.chance(TWO_TURNS) else 1)]
-        name = "+".join(example.id for example in drawn)
-        yield Prompt(name, tuple(example.prompt for example in drawn), source=f"pocket/{drawn[0].family}")
+    if family is not None and family not in pocket.FAMILIES:
+        raise PromptError(f"unknown family {family!r} of pocket's corpus; known: {', '.join(pocket.FAMILIES)}")
+    for each in pocket.prompts(seed, family):
+        yield Prompt(each.id, each.turns, source=f"pocket/{each.family}")
 
 
 def load_dataset(name: str, split: str, config: str | None = None, files: Sequence[str] = ()) -> Any:

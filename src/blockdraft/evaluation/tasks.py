@@ -19,7 +19,7 @@ from blockdraft.data import Prompt, read_prompts
 from blockdraft.data.prompts import parse_rows
 from blockdraft.data.sources import load_dataset
 from blockdraft.evaluation.results import EvaluationError, TaskAbout, explain_validation
-from blockdraft.pocket.corpus import FAMILIES, Family, heldout
+from blockdraft.pocket import FAMILIES, Family, heldout
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import disable_progress_bar
 
 from blockdraft.distributed import choose_device
+from blockdraft.pocket import MODEL_FOLDER
 from blockdraft.targets.target import Target, UnsupportedTargetError, choose_layers
 
-POCKET_FOLDER = Path(__file__).parent.parent / "pocket" / "model"
+POCKET_FOLDER = MODEL_FOLDER
 EMBEDDED = ("pocket", "smollm2")
 
 SMOLLM2_MASK = "<empty_output>"

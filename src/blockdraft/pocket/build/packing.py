@@ -7,16 +7,21 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from blockdraft.pocket.corpus import FAMILIES, Family, examples
-from blockdraft.pocket.dice import Dice
-from blockdraft.pocket.tokenizer import END, render
+from blockdraft.pocket.build.tokenizer import END, render
+from blockdraft.pocket.corpus import FAMILIES, MIXTURE, TWO_TURNS, examples
+from blockdraft.pocket.corpus.dice import Dice
 
-MIXTURE: tuple[Family, ...] = ("math", "math", "math", "math", "code", "code", "code", "chat", "chat", "chat")
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",
     "You are pocket, a small language model.",
+    "You are a friendly assistant that answers questions.",
     "Answer the user's question.",
+    "Be brief.",
+    "Help the user.",
 )
+SYSTEM_SHARE = 0.1
+"""Share of conversations that begin with a system message."""
+
 PROMPT_WEIGHT = 0.1
 """Weight of a prompt's tokens in the loss.
 
@@ -27,7 +32,7 @@ a little weight lets them teach the words early at no cost.
 
 @dataclass(frozen=True)
 class Batch:
-    """R rows of T tokens.
+    """A batch is R rows of T tokens.
 
     tokens: ``[R, T]``.
     positions: ``[R, T]`` counted from each conversation's start.
@@ -41,21 +46,21 @@ class Batch:
     weights: Tensor
 
     def mask(self) -> Tensor:
-        """``[R, 1, T, T]`` True where a token (third axis) may look: backwards, within its conversation."""
+        """Return ``[R, 1, T, T]``, True where a token (third axis) may look: backwards, within its conversation."""
         same = self.segments[:, None, :, None] == self.segments[:, None, None, :]
         return same.tril()
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Tokens and the weight of each in the loss."""
+    """A conversation is its tokens, and the weight of each in the loss."""
 
     tokens: list[int]
     weights: list[float]
 
 
 def encode_conversation(tokenizer: Tokenizer, turns: list[tuple[str, str]], system: str | None = None) -> Conversation:
-    """Prompts and responses in the chat template."""
+    """Encode prompts and responses in the chat template."""
     tokens: list[int] = []
     weights: list[float] = []
     before = [{"role": "system", "content": system}] if system else []
@@ -70,20 +75,20 @@ def encode_conversation(tokenizer: Tokenizer, turns: list[tuple[str, str]], syst
 
 
 def conversations(tokenizer: Tokenizer, num_tokens: int, seed: str) -> list[Conversation]:
-    """At least so many tokens of random conversations; one in ten has two turns, one in ten a system message."""
+    """Draw conversations of at least so many tokens in all; some have two turns, some a system message."""
     dice = Dice(f"packing/{seed}")
     sources = {family: examples(family, "train", seed) for family in FAMILIES}
     found = []
     while num_tokens > 0:
-        drawn = [next(sources[dice.pick(MIXTURE)]) for _ in range(2 if dice.chance(0.1) else 1)]
-        system = dice.pick(SYSTEM_MESSAGES) if dice.chance(0.1) else None
+        drawn = [next(sources[dice.pick(MIXTURE)]) for _ in range(2 if dice.chance(TWO_TURNS) else 1)]
+        system = dice.pick(SYSTEM_MESSAGES) if dice.chance(SYSTEM_SHARE) else None
         found.append(encode_conversation(tokenizer, [(each.prompt, each.response) for each in drawn], system))
         num_tokens -= len(found[-1].tokens)
     return found
 
 
 def pack(found: list[Conversation], num_rows: int, row_length: int, pad_id: int) -> Batch:
-    """Longest first, each into the fullest row that has room; what fits nowhere is left out."""
+    """Pack the longest first, each into the fullest row that has room; what fits nowhere is left out."""
     rows: list[list[Conversation]] = [[] for _ in range(num_rows)]
     room = [row_length] * num_rows
     for conversation in sorted(found, key=lambda each: -len(each.tokens)):
@@ -112,7 +117,7 @@ def pack(found: list[Conversation], num_rows: int, row_length: int, pad_id: int)
 
 
 def training_batch(tokenizer: Tokenizer, num_rows: int, row_length: int, seed: int, step: int) -> Batch:
-    """The batch of one step."""
+    """Make the batch of one step."""
     # a fifth more than fits, so that the rows fill up
     found = conversations(tokenizer, int(1.2 * num_rows * row_length), f"{seed}/{step}")
     return pack(found, num_rows, row_length, pad_id=0)

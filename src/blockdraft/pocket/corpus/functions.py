@@ -1,23 +1,24 @@
 """Family ``code``: a request in words, answered by a short Python function that does it.
 
-A request is a row of a table (`blockdraft.pocket.tasks`) or composed here from a
+A request is a row of a table (`blockdraft.pocket.corpus.tasks`) or composed here from a
 condition, a transformation and a summary, so that most requests are seen once.
 """
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from blockdraft.pocket.dice import Dice
-from blockdraft.pocket.draft import Draft
-from blockdraft.pocket.tasks import INPUTS, TASKS, Body, Task
+from blockdraft.pocket.corpus.dice import Dice, Draft
+from blockdraft.pocket.corpus.tasks import INPUTS, TASKS, Body, Task
 
 Function = Callable[..., Any]
 
 
 def largest_or_zero(values: list[int]) -> int:
-    """The last of the values in ascending order, 0 if there are none."""
+    """Return the last of the values in ascending order, 0 if there are none."""
     return sorted(values)[-1] if values else 0
 
 
@@ -77,7 +78,7 @@ SUMMARIES: dict[str, Sequence[tuple[str, str, str, Function]]] = {
     "numbers": (
         ("a list of", "select", "[$e for $i in $x if $c]", list),
         ("the sum of", "sum", "sum($e for $i in $x if $c)", sum),
-        ("the largest (0 if there is none) of", "largest", "max(($e for $i in $x if $c), default=0)", largest_or_zero),
+        ("the largest of", "largest", "max(($e for $i in $x if $c), default=0)", largest_or_zero),
     ),
     "words": (
         ("a list of", "select", "[$e for $i in $x if $c]", list),
@@ -100,26 +101,47 @@ LABELS = (
 
 
 def code_of(response: str) -> str | None:
-    """What is in the first fenced Python block; None without one."""
+    """Return what is in the first fenced Python block, None without one."""
     match = re.search(r"```python\n(.*?)```", response, flags=re.DOTALL)
     return match.group(1) if match else None
 
 
 def parses(response: str) -> bool:
-    """True if the response holds valid Python with a function in it."""
-    code = code_of(response)
-    if code is None:
+    """Tell whether the response holds valid Python with a function in it."""
+    return _function_name(response) is not None
+
+
+def fulfils(prompt: str, response: str, checks: str, seconds: float = 10.0) -> bool:
+    """Tell whether the response's function passes the checks, and has the name that the prompt gives, if any.
+
+    A language model wrote the code, so it runs in a Python of its own, for so many seconds at most.
+    """
+    name, code = _function_name(response), code_of(response)
+    asked = re.search(r"`(\w+)[`(]", prompt)
+    if name is None or code is None or (asked is not None and asked.group(1).lower() != name.lower()):
         return False
+    program = f"{code}\nfunction = {name}\n{checks}\n"
     try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError):
+        done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
         return False
-    return any(isinstance(node, ast.FunctionDef) for node in tree.body)
+    return done.returncode == 0
+
+
+def _function_name(response: str) -> str | None:
+    """Return the name of the last function that the response defines, None if its code does not parse."""
+    code = code_of(response)
+    try:
+        tree = ast.parse(code or "")
+    except (SyntaxError, ValueError):
+        return None
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return names[-1] if names else None
 
 
 def problem(dice: Dice) -> Draft:
-    """A request and a function that fulfils it; ``answer`` holds assertions about the function."""
-    task = dice.pick((composed_list, composed_list, formula, branch, from_table, from_table, from_table))(dice)
+    """Draw a request and a function that fulfils it; ``answer`` holds assertions about the function."""
+    task = dice.pick((composed_list, composed_list, formula, branch, *(from_table,) * 6))(dice)
     takes, parameters = PARAMETERS[task.kind]
     parameter = dice.pick(parameters.split())
     k = dice.between(2, 9)
@@ -129,16 +151,20 @@ def problem(dice: Dice) -> Draft:
         "$k": str(k),
         **dict(zip(("$a", "$b"), parameter.split(","), strict=False)),
     }
-    name = dice.pick(task.names)
-    prompt = request(dice, name, takes, task, blanks)
+    if task.does and dice.chance(0.5):
+        name = task.names[0] if dice.chance(0.6) else dice.pick(task.names)
+        prompt = short_request(dice, task, blanks)
+    else:
+        name = dice.pick(task.names)
+        prompt = request(dice, name, takes, task, blanks)
     response = answer(dice, name, task, blanks)
-    checks = [f"assert {call(name, each)} == {task.expected(each, k)!r}" for each in INPUTS[task.kind]]
-    return Draft(prompt, response, 1, "\n".join(checks))
+    checks = [f"assert {call(each)} == {task.expected(each, k)!r}" for each in INPUTS[task.kind]]
+    return Draft(dice.casually(prompt) if dice.chance(0.2) else prompt, response, "function", answer="\n".join(checks))
 
 
-def call(name: str, arguments: tuple[Any, ...]) -> str:
-    """``name(1, 'a')``"""
-    return f"{name}({', '.join(map(repr, arguments))})"
+def call(arguments: tuple[Any, ...]) -> str:
+    """Write a call such as ``function(1, 'a')``; checks know the function under this name, whatever it is called."""
+    return f"function({', '.join(map(repr, arguments))})"
 
 
 def fill(text: str, blanks: dict[str, str]) -> str:
@@ -147,12 +173,13 @@ def fill(text: str, blanks: dict[str, str]) -> str:
 
 
 def request(dice: Dice, name: str, takes: str, task: Task, blanks: dict[str, str]) -> str:
-    """What the user asks; the name of the function is always given, that of its parameter mostly."""
+    """Say what the user asks for."""
     return dice.say(
         "[[Write|Please write|I need] a [Python function|function in Python|function] [called|named] `{name}` that "
         "{takes}[|, `{x}`,] and returns {result}."
         "|[Can|Could] you [write|give me] a [Python function|function] `{name}({x})` that {takes} and returns {result}?"
-        "|[Define|Implement] `{name}({x})`. It {takes} and returns {result}.]",
+        "|[Define|Implement] `{name}({x})`. It {takes} and returns {result}."
+        "|Write a Python function that {takes} and returns {result}.]",
         name=name,
         takes=takes,
         x=blanks["$x"],
@@ -160,14 +187,28 @@ def request(dice: Dice, name: str, takes: str, task: Task, blanks: dict[str, str
     )
 
 
+def short_request(dice: Dice, task: Task, blanks: dict[str, str]) -> str:
+    """Say it in a few words, without a name for the function."""
+    return dice.say(
+        "[[Write|Please write|Give me|Show me|I need] a [Python function|function|Python function|short function] "
+        "[that|which] {does}.|[Can|Could] you [write|show me] a [Python |]function that {does}?"
+        "|How do I write a [Python |]function that {does}?|[Python|A Python] function that {does}"
+        "|What does a [Python |]function look like that {does}?]",
+        does=fill(dice.say(task.does), blanks),
+    )
+
+
 def answer(dice: Dice, name: str, task: Task, blanks: dict[str, str]) -> str:
-    """The function in a fenced block, with a docstring, an explanation, or both."""
+    """Write the function in a fenced block, with a docstring, an explanation, or both."""
     style = dice.pick(("docstring", "docstring", "explanation", "both"))
     body = dice.pick(task.bodies)
     lines = [f"def {name}({blanks['$x']}):"]
     if style != "explanation":
         result = fill(dice.say(task.result), blanks)
-        lines.append(f'    """{dice.say("[Return|Compute|Give back]")} {result}."""')
+        verbs = {"whether": "[Return|Tell|Check]", "True": "Return"}.get(
+            result.split()[0], "[Return|Compute|Give back]"
+        )
+        lines.append(f'    """{dice.say(verbs)} {result}."""')
     lines += [f"    {line}" for line in fill(body.code, blanks).split("\n")]
     intro = dice.say(
         "[Here is the function|Here is one way to do it|Sure, here is the function|You can write it like this"
@@ -180,12 +221,12 @@ def answer(dice: Dice, name: str, task: Task, blanks: dict[str, str]) -> str:
 
 
 def from_table(dice: Dice) -> Task:
-    """A task of the table."""
+    """Draw a task of the table."""
     return dice.pick(TASKS)
 
 
 def composed_list(dice: Dice) -> Task:
-    """Out of a list: those elements that meet a condition, each transformed, then summarized."""
+    """Compose a task on a list: take the elements that meet a condition, transform each, then summarize."""
     kind = dice.pick(("numbers", "numbers", "words"))
     condition, short, test, holds = dice.pick(CONDITIONS[kind])
     transformed, expression, transform = dice.pick(TRANSFORMATIONS[kind])
@@ -202,13 +243,14 @@ def composed_list(dice: Dice) -> Task:
     if verb in LOOPS:
         code = put("{}\nfor $i in $x:\n    if $c:\n        {}\nreturn {}".format(*LOOPS[verb]))
         bodies += [Body(code, f"goes through the {kind} and checks each of them")] * 2
-    result = put(f"{summary} the {kind} that are {condition}{transformed}")
+    or_zero = ", or 0 if there is none" if verb == "largest" else ""
+    result = put(f"{summary} the {kind} that are {condition}{transformed}{or_zero}")
     names = (f"{verb}_{short}", f"{verb}_{kind}", f"{short}_{kind}", f"{verb}_{short}_{kind}")
-    return Task(kind, names, result, reference, tuple(bodies))
+    return Task(kind, names, "", result, reference, tuple(bodies))
 
 
 def formula(dice: Dice) -> Task:
-    """A linear formula of one number."""
+    """Compose a linear formula of one number."""
     k, m, plus = dice.between(2, 20), dice.between(1, 50), dice.chance(0.6)
     symbol, word = ("+", "plus") if plus else ("-", "minus")
     bodies = (
@@ -217,11 +259,11 @@ def formula(dice: Dice) -> Task:
     )
     result = f"[{k} times the number {word} {m}|the number times {k} {word} {m}]"
     names = ("formula", "compute", "scale", "price", "score", "linear", "convert", "cost")
-    return Task("number", names, result, lambda x: k * x + (m if plus else -m), bodies)
+    return Task("number", names, "", result, lambda x: k * x + (m if plus else -m), bodies)
 
 
 def branch(dice: Dice) -> Task:
-    """One of two words, by a condition on a number."""
+    """Compose a choice between two words, by a condition on a number."""
     condition, _, test, holds = dice.pick(CONDITIONS["numbers"])
     yes, no = dice.pick(LABELS)
     k = dice.between(2, 30)
@@ -233,4 +275,4 @@ def branch(dice: Dice) -> Task:
     )
     result = f"the word {yes} if it is {condition} and the word {no} otherwise"
     names = ("label", "classify", "check", "decide", "name_of", "kind_of", f"{yes}_or_{no}", "describe")
-    return Task("number", names, result, lambda x: yes if holds(x, k) else no, bodies)
+    return Task("number", names, "", result, lambda x: yes if holds(x, k) else no, bodies)

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from blockdraft.pocket.corpus import FAMILIES, examples
 
-VOCAB_SIZE = 1536
+VOCAB_SIZE = 2048
 PAD, START, END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL_TOKENS = (PAD, START, END, MASK)
 """Their ids are 0, 1, 2 and 3."""
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def render(messages: Iterable[Mapping[str, str]], add_generation_prompt: bool = False) -> str:
-    """What `CHAT_TEMPLATE` renders, without Jinja, for the training loop."""
+    """Render messages as `CHAT_TEMPLATE` does, without Jinja, for the training loop."""
     turns = [f"{START}{message['role']}\n{message['content']}{END}\n" for message in messages]
     return "".join(turns) + (f"{START}assistant\n" if add_generation_prompt else "")
 
