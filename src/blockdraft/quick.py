@@ -25,7 +25,7 @@ class NothingShippedError(BlockdraftError):
 
 @dataclass(frozen=True)
 class QuickAnswer:
-    """One prompt, answered twice: with the drafter, and by the target alone."""
+    """Holds one prompt, answered twice: with the drafter, and by the target alone."""
 
     prompt: str
     drafted: Generation

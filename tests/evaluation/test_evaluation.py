@@ -100,6 +100,24 @@ def test_the_number_of_proposals_is_chosen_once_from_costs_and_predictions(tmp_p
     assert Evaluation(target, given, tasks(2), protocol, tmp_path).run().averages == results.averages
 
 
+def test_predictions_use_all_prompts_where_only_some_are_decoded(tmp_path):
+    target = tiny_target(dtype=torch.float32)
+    given = [candidate("it", tiny_drafter("dflash", target))]
+    protocol = replace(FEW, rules=("block",), num_traces=0)
+    whole = Evaluation(target, given, tasks(4), protocol, tmp_path / "whole").run()
+    some = Evaluation(target, given, tasks(4), replace(protocol, num_decoded=2), tmp_path / "some").run()
+    assert [(each.num_prompts, each.num_decoded) for each in some.tasks] == [(4, 2), (3, 2)]
+    assert [each.num_decoded for each in whole.tasks] == [None, None]
+    lines = (tmp_path / "some" / "records" / "0.jsonl").read_text().splitlines()
+    assert {json.loads(line)["prompt"] for line in lines} == {"one/p0", "one/p2", "two/p0", "two/p1"}
+    for ours, theirs in zip(some.cells, whole.cells, strict=True):
+        assert ours.predicted_length == theirs.predicted_length
+        assert ours.num_generations < theirs.num_generations
+        assert ours.acceptance_length.low <= ours.acceptance_length.value <= ours.acceptance_length.high
+    with pytest.raises(EvaluationError, match="num_decoded differ"):
+        Evaluation(target, given, tasks(4), protocol, tmp_path / "some").run()
+
+
 def bigram_target(eos=None):
     """A target whose next token depends on the last token alone: its layers add nothing."""
     target = tiny_target(eos=eos, dtype=torch.float32)

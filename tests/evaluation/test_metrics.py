@@ -1,5 +1,7 @@
 """Counting, by hand."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from blockdraft.evaluation.metrics import (
     GenerationRecord,
     RecordFiles,
     Sums,
+    baseline_of,
     conditional,
     estimate,
     mean_over_tasks,
@@ -179,3 +182,17 @@ def test_a_damaged_record_is_named(tmp_path, line, message):
     file.write_text(line + "\n")
     with pytest.raises(EvaluationError, match=r"0\.jsonl, line 1, is damaged: .*" + message):
         list(RecordFiles(tmp_path, 0).read())
+
+
+def test_a_drafter_is_compared_with_the_ce_of_its_own_budget():
+    def trained(kind, objective, budget):
+        config = SimpleNamespace(kind=kind)
+        return SimpleNamespace(drafter=SimpleNamespace(config=config), objective=objective, budget=budget)
+
+    short, long = {"optimizer": 700}, {"optimizer": 9000}
+    ce, bv, long_ce, long_bv = (trained("dflash", o, b) for b in (short, long) for o in ("ce", "bv"))
+    kl, dspark, stranger = trained("dflash", "kl", {}), trained("dspark", "bv", long), trained("dflash", None, None)
+    everyone = [kl, ce, bv, long_ce, long_bv, dspark, stranger]
+    for drafter, baseline in ((bv, ce), (long_bv, long_ce), (kl, ce), (stranger, ce), (dspark, dspark), (ce, ce)):
+        assert baseline_of(drafter, everyone) is baseline
+    assert baseline_of(bv, [kl, bv]) is kl

@@ -165,11 +165,11 @@ def test_lengths_of_fewer_proposals_are_those_of_evaluating_again(kind):
     text = generate(target, None, [7, 8, 9], temperature=6.0, max_new_tokens=12, seed=5).tokens  # flat: much is kept
     row = Completion("a#0", [7, 8, 9], text, "length")
     temperatures = {"token": [6.0, 0.0], "block": [6.0, 1.0]}
-    found = Predictor(target, drafter, 6.0, 12, 0).predict(row, temperatures)
+    found = Predictor(target, drafter, 6.0, 12, 0).predict_cuts(row, temperatures)
     for number in range(1, 5):
         again = Predictor(target, drafter.with_proposals(number), 6.0, 12, 0).predict(row, temperatures)
         for rule, each in found.items():
-            cut, whole = each.by_proposals[number - 1], again[rule].whole[0]
+            cut, whole = each.by_proposals[number - 1], again[rule][0]
             assert (cut.num, cut.tokens) == pytest.approx((whole.num, whole.tokens), rel=1e-9)
     for each in found.values():
         assert each.by_proposals[-1] == each.whole[0]

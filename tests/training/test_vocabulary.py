@@ -95,7 +95,7 @@ def test_predictions_know_that_other_tokens_end_a_round(tmp_path, data):
     response = [token for token in range(5, 25) if token != only]
     row = Completion("t#0", [5, 6], response, "length")
     predictor = Predictor(model, drafter, 1.0, len(response), 0)
-    (rounds,) = predictor.predict(row, {"block": [1.0]})["block"].whole
+    (rounds,) = predictor.predict(row, {"block": [1.0]})["block"]
     assert rounds.tokens / rounds.num == pytest.approx(1.0, abs=0.02)  # but for what lies beyond the budget
 
 

@@ -249,7 +249,7 @@ def _check_paths(source: str, out: Path, heldout_out: Path) -> None:
 
 
 def _show(summary: "Summary", out: Path, heldout_out: Path) -> None:
-    """What was kept and dropped, and why, as a table on stderr."""
+    """Print what was kept and dropped, and why, as a table on stderr."""
     from rich.console import Console
     from rich.table import Table
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table as Grid
 
     from blockdraft.evaluation import Results
+    from blockdraft.evaluation.results import Interval
     from blockdraft.reports import Table
 
 
@@ -58,6 +59,15 @@ def evaluate(
         int | None,
         typer.Option(
             metavar="N", min=1, help="How many prompts of each task to answer.", show_default="as many as the paper"
+        ),
+    ] = None,
+    num_decoded: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="How many prompts of each task are also decoded and timed; predicted lengths use all of them.",
+            show_default="all",
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -111,7 +121,7 @@ def evaluate(
         rules=as_rules([str(rule) for rule in rules or RuleName]), temperature=temperature,
         max_new_tokens=max_new_tokens, seed=seed, num_traces=num_traces, dynamics_texts=dynamics_texts,
         draft_temperatures=tuple(draft_temperatures) if draft_temperatures else GRID,
-        num_proposals=as_num_proposals(num_proposals),
+        num_proposals=as_num_proposals(num_proposals), num_decoded=num_decoded,
     )  # fmt: skip
     chosen = load_tasks(tasks, folder=prompts, num_prompts=num_prompts, seed=seed)
     distributed = Distributed(device)
@@ -153,29 +163,28 @@ def report(
 
 
 def show_results(results: "Results") -> None:
-    """Print the averages over all tasks as a table on stdout."""
+    """Print the averages over all tasks as a table on stdout: predicted lengths, measured ones, speed-ups."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    title = Text(f"{results.target}: mean of {len(results.tasks)} tasks", style="table.title")
+    def interval(of: "Interval", unit: str = "") -> tuple[str, str]:
+        return f"{of.value:.2f}{unit}", f"{of.low:.2f}-{of.high:.2f}"
+
+    title = Text(f"{results.target}: tokens per call, mean of {len(results.tasks)} tasks", style="table.title")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("drafter", "rule", "temp.", "tokens/call", "95%", "predicted", "whole", "speed-up"):
+    for name in ("drafter", "rule", "drafts at", "predicted", "95%", "measured", "95%", "whole", "speed-up", "95%"):
         table.add_column(name, justify="left" if name in ("drafter", "rule") else "right", no_wrap=True)
-    labels = {each.name: each.label for each in results.drafters}
-    fewer = {
-        each.name: f" ({each.num_proposals} of {each.trained_proposals} proposals)"
-        for each in results.drafters
-        if each.trained_proposals not in (None, each.num_proposals)
-    }
+    abouts = {each.name: each for each in results.drafters}
     for each in results.averages:
-        length = each.acceptance_length
-        name = each.drafter if labels[each.drafter] == each.drafter else f"{each.drafter}: {labels[each.drafter]}"
-        draft_temperature = "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g}"
+        about = abouts[each.drafter]
+        name = each.drafter if about.label == each.drafter else f"{each.drafter}: {about.label}"
+        if about.trained_proposals not in (None, about.num_proposals):
+            name += f" ({about.num_proposals} of {about.trained_proposals} proposals)"
+        drafts = "argmax" if each.draft_temperature == 0 else f"T={each.draft_temperature:g}"
         table.add_row(
-            Text(name + fewer.get(each.drafter, "")), each.rule, draft_temperature,
-            f"{length.value:.2f}", f"{length.low:.2f}-{length.high:.2f}", f"{each.predicted_length.value:.2f}",
-            f"{each.whole_block_rate:.1%}", f"{each.speedup.value:.2f}x",
+            Text(name), each.rule, drafts, *interval(each.predicted_length), *interval(each.acceptance_length),
+            f"{each.whole_block_rate:.1%}", *interval(each.speedup, "x"),
         )  # fmt: skip
     _print_whole(table)
 

@@ -16,14 +16,14 @@ QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 
 class DataSummary:
-    """Counts, lengths, samples, and the check of the law."""
+    """Holds counts, lengths, samples, and how the texts compare with the target's distribution."""
 
     def __init__(self, folder: Path, paths: TextDataset, target: Target, law: SamplingCheck | None) -> None:
         assert paths.manifest is not None
         self.folder, self.paths, self.manifest, self.target, self.law = folder, paths, paths.manifest, target, law
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the summary as plain values."""
         manifest = self.manifest
         law = None if self.law is None else asdict(self.law) | {"plain": self.law.plain, "verdict": self.law.verdict}
         return {
@@ -36,7 +36,7 @@ class DataSummary:
         }
 
     def lengths(self) -> dict[str, dict[str, int]]:
-        """Quantiles of prompt and response lengths."""
+        """Return quantiles of prompt and response lengths."""
         columns = {"prompt": self.paths.prompt_lengths, "response": self.paths.response_lengths}
         return {
             name: {what: int(np.quantile(lengths, q, method="nearest")) for what, q in QUANTILES.items()}

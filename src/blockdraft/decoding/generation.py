@@ -32,7 +32,7 @@ clock = time.perf_counter
 
 @dataclass(frozen=True)
 class Round:
-    """One verification call.
+    """Records one verification call.
 
     drafted: the tokens that were proposed, up to the first end token among them.
     accepted: how many of them were kept.
@@ -54,7 +54,7 @@ class Round:
 
 @dataclass
 class Generation:
-    """A decoded text.
+    """Holds a decoded text and how it came about.
 
     prompt: the token ids that it follows.
     tokens: the new token ids, cut to the budget, an end token included.
@@ -145,7 +145,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Streams:
-    """Three random streams from one seed: for drafting, for the verifier's coins, for recovery tokens."""
+    """Holds three random streams of one seed: for drafting, for the verifier's coins, for recovery tokens."""
 
     draft: Generator
     coins: Generator

@@ -38,7 +38,7 @@ TOKENS_PER_TEXT = 8
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of a round by phase, for 0, 1, .. B proposals; with none, the target decodes alone."""
+    """Holds the seconds of a round by phase, for 0, 1, .. B proposals; with none, the target decodes alone."""
 
     draft: tuple[float, ...]
     verify: tuple[float, ...]
@@ -61,7 +61,7 @@ class RoundCosts:
 
 @dataclass(frozen=True)
 class ProposalChoice:
-    """The best number of proposals, and what speaks for it.
+    """Holds the best number of proposals, and what speaks for it.
 
     lengths: L(b), predicted tokens per round of b = 1, .. B proposals. costs: T(b), measured.
     """

@@ -36,7 +36,7 @@ DRAFT_IDS = "draft_ids"
 
 
 class CheckpointError(BlockdraftError):
-    """A folder that is not a drafter for this target, with the reason."""
+    """A folder is not a drafter for this target, and the message says why."""
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, tensors: Mapping[str, Tensor] | None = None) -> None:

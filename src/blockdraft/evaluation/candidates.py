@@ -32,7 +32,7 @@ MAX_NAME = 100
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter to be evaluated.
+    """Describes a drafter that is to be evaluated.
 
     path: the folder that it was loaded from.
     run: the training run that it lies in, if it does. step: the checkpoint's. checkpoint: whether it is the run's

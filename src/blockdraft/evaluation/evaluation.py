@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from blockdraft.evaluation.results import (
     Dynamics,
     EvaluationError,
     Results,
+    TaskAbout,
     TracedPrompt,
     Traces,
     read_model,
@@ -81,6 +83,7 @@ class Evaluation:
         self.distributed = distributed or Distributed(str(target.device))
         self.on_progress = on_progress or (lambda _stage, _done, _of, _tokens: None)
         self.prompts = [(task, prompt) for task in self.tasks for prompt in task.prompts]
+        self.decoded = [(task, prompt) for task in self.tasks for prompt in protocol.decoded(task.prompts)]
         self.records = RecordFiles(self.out / "records", self.distributed.rank)
 
     def run(self) -> Results:
@@ -114,7 +117,8 @@ class Evaluation:
         found = Assembly(self.tasks, self.candidates, self.protocol).assemble(setups, records, predictions)
         results = Results(
             target=self.target.name, target_fingerprint=fingerprint(self.target), settings=self._settings(),
-            provenance=_provenance(self.target, self.distributed, started), tasks=[task.about() for task in self.tasks],
+            provenance=_provenance(self.target, self.distributed, started),
+            tasks=[self._about(task) for task in self.tasks],
             drafters=[about(each, predictions[each.name], self.tasks, self.protocol) for each in self.candidates],
             cells=found.cells, averages=found.averages, comparisons=found.comparisons,
             dynamics=self._dynamics() if self.distributed.is_main else [],
@@ -136,7 +140,7 @@ class Evaluation:
             tasks={task.name: task.prompts for task in self.tasks}, rules=list(protocol.rules),
             temperature=protocol.temperature, max_new_tokens=protocol.max_new_tokens, seed=protocol.seed,
             draft_temperatures=list(protocol.grid), one_hot=protocol.one_hot,
-            num_proposals=protocol.num_proposals,
+            num_proposals=protocol.num_proposals, num_decoded=protocol.num_decoded,
         )  # fmt: skip
         file = self.out / "plan.json"
         if file.exists():
@@ -160,9 +164,13 @@ class Evaluation:
             "rules": list(protocol.rules), "temperature": protocol.temperature,
             "max_new_tokens": protocol.max_new_tokens, "seed": protocol.seed, "num_bootstrap": protocol.num_bootstrap,
             "draft_temperatures": list(protocol.grid), "one_hot": protocol.one_hot, "batch_size": 1,
-            "num_proposals": protocol.num_proposals,
+            "num_proposals": protocol.num_proposals, "num_decoded": protocol.num_decoded,
             "dtype": str(self.target.dtype).split(".")[-1], "device": self.target.device.type,
         }  # fmt: skip
+
+    def _about(self, task: Task) -> TaskAbout:
+        decoded = len(self.protocol.decoded(task.prompts))
+        return task.about().model_copy(update={} if decoded == len(task.prompts) else {"num_decoded": decoded})
 
     # What the target can read
 
@@ -225,8 +233,8 @@ class Evaluation:
     def _write_predictions(self) -> None:
         """Score every drafter on the texts; what was scored before, on the same texts, is kept."""
         protocol = self.protocol
-        done, of = 0, len(self._own_folders) * len(self.candidates)
-        for kind, folder, _ in self._own_folders:
+        done, of = 0, sum(len(prompts) for _, _, prompts in self._own_folders) * len(self.candidates)
+        for kind, folder, prompts in self._own_folders:
             rows = read_completions(folder)
             temperature = protocol.temperature_of(kind)
             for candidate in self.candidates:
@@ -245,9 +253,13 @@ class Evaluation:
                     predictor = Predictor(
                         self.target, candidate.drafter, temperature, protocol.max_new_tokens, protocol.seed
                     )
-                    write_model(PredictionFile.make(settings, rows, predictor), file, indent=None)
-                done += 1
+                    made = PredictionFile.make(settings, rows, predictor, partial(self._show_predictions, done, of))
+                    write_model(made, file, indent=None)
+                done += len(prompts)
         self.on_progress("predictions", of, of, 0)
+
+    def _show_predictions(self, before: int, of: int, count: int) -> None:
+        self.on_progress("predictions", before + count, of, 0)
 
     # Number of proposals
 
@@ -288,7 +300,7 @@ class Evaluation:
     def _decode(self, setups: list[DecodingSetup]) -> None:
         """Decode each prompt in every way, one after the other, so that what slows the machine slows all of them."""
         done = {(line.prompt, line.key) for line in self.records.read()}
-        mine = self.prompts[self.distributed.rank :: self.distributed.world_size]
+        mine = self.decoded[self.distributed.rank :: self.distributed.world_size]
         count, warm = 0, ""
         for number, (task, prompt) in enumerate(mine):
             turn = number % len(setups)

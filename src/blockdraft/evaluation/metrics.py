@@ -88,7 +88,7 @@ class DecodedPrompt(Strict):
 
 
 class RecordFiles:
-    """``records/``: one file for each process, which appends a line for every prompt and way of decoding."""
+    """Reads and writes ``records/``: each process appends a line for every prompt and way of decoding to its file."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.own = folder, folder / f"{rank}.jsonl"
@@ -118,7 +118,7 @@ Records = Mapping[tuple[str, tuple[str | None, Rule, float]], list[GenerationRec
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the generations of one prompt, from which every pooled ratio is made.
+    """Holds sums over the generations of one prompt, from which every pooled ratio is made.
 
     retained: ``[B]`` rounds that kept at least i.
     """
@@ -205,6 +205,7 @@ class Assembly:
     def __init__(self, tasks: Sequence[Task], candidates: Sequence[Candidate], protocol: Protocol) -> None:
         self.tasks, self.candidates, self.protocol = tasks, candidates, protocol
         self.num_proposals = {each.name: each.drafter.config.num_proposals for each in candidates}
+        self._bootstraps: dict[tuple[int, int], Bootstrap] = {}
         self.cells: list[Cell] = []
         self.averages: list[Average] = []
         self.comparisons: list[PairedRatio] = []
@@ -216,10 +217,9 @@ class Assembly:
         cells: dict[DecodingSetup, list[Cell]] = {setup: [] for setup in setups if setup.drafter is not None}
         samples: dict[DecodingSetup, list[dict[str, Numbers]]] = {setup: [] for setup in cells}
         for number, task in enumerate(self.tasks):
-            resampled = Bootstrap(len(task.prompts), self.protocol.num_bootstrap, self.protocol.seed, number)
             for setup in cells:
                 assert setup.drafter is not None
-                drawn, cell = self._cell(task, setup, records, resampled, predictions[setup.drafter])
+                drawn, cell = self._cell(task, setup, records, number, predictions[setup.drafter])
                 cells[setup].append(cell)
                 samples[setup].append(drawn)
                 self.cells.append(cell)
@@ -228,10 +228,11 @@ class Assembly:
         return self
 
     def _cell(
-        self, task: Task, setup: DecodingSetup, records: Records, resampled: Bootstrap, predictions: Predictions
+        self, task: Task, setup: DecodingSetup, records: Records, number: int, predictions: Predictions
     ) -> tuple[dict[str, Numbers], Cell]:
         assert setup.drafter is not None
-        ids = [prompt.id for prompt in task.prompts]
+        ids = [prompt.id for prompt in self.protocol.decoded(task.prompts)]
+        resampled, of_predicted = self._bootstrap(len(ids), number), self._bootstrap(len(task.prompts), number)
         baseline = self.protocol.baseline(setup.rule)
         sums = [Sums.of(records[each, setup.key], self.num_proposals[setup.drafter]) for each in ids]
         base = [Sums.of(records[each, baseline.key], 0) for each in ids]
@@ -241,7 +242,7 @@ class Assembly:
         drawn = {
             "acceptance_length": resampled.ratio(column(sums, lambda s: s.added), rounds),
             "draft_length": resampled.ratio(column(sums, lambda s: s.accepted), rounds),
-            "predicted_length": resampled.ratio(*predictions.of(task, setup.rule, setup.draft_temperature)),
+            "predicted_length": of_predicted.ratio(*predictions.of(task, setup.rule, setup.draft_temperature)),
             "speedup": divide(rate, base_rate),
         }
         num_rounds = sum(each.rounds for each in sums)
@@ -257,6 +258,13 @@ class Assembly:
             baseline_tokens_per_second=float(base_rate[0]), seconds=seconds, baseline_seconds=base_seconds,
             **{name: estimate(each) for name, each in drawn.items()},
         )  # fmt: skip
+
+    def _bootstrap(self, num_prompts: int, task: int) -> Bootstrap:
+        """Return the resamples of a task with so many prompts, always the same ones."""
+        if (num_prompts, task) not in self._bootstraps:
+            drawn = Bootstrap(num_prompts, self.protocol.num_bootstrap, self.protocol.seed, task)
+            self._bootstraps[num_prompts, task] = drawn
+        return self._bootstraps[num_prompts, task]
 
     def _compare(self, samples: Mapping[DecodingSetup, list[dict[str, Numbers]]]) -> Iterator[PairedRatio]:
         """Compare every drafter with the baseline of its kind; where no best is listed, the paper's is the best."""

@@ -18,7 +18,7 @@ The probability of keeping at least i tokens asks for the first i proposals only
 b of them, give the rounds of blocks that are cut to b proposals, for every b up to B at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,7 +45,7 @@ LOGITS_PER_PASS = 2**26
 
 @dataclass(frozen=True)
 class Rounds:
-    """Expected sums over the rounds that write a text.
+    """Holds expected sums over the rounds that write a text.
 
     num: rounds. tokens: what they add, correction and bonus tokens included.
     """
@@ -136,7 +136,7 @@ def cut_blocks(kept: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class PredictedRounds:
-    """Expected rounds on one text under one rule.
+    """Holds the expected rounds on one text under one rule.
 
     whole: for each draft temperature, with whole blocks.
     by_proposals: at the first draft temperature, with blocks cut to 1, 2, .. B proposals.
@@ -171,14 +171,18 @@ class Predictor:
         self.features = features or OnlineFeatures(target, drafter.config.target_layers)
         self.frozen, self.make_attention = frozen or target, make_attention
 
-    @torch.no_grad()
-    def predict(
-        self, row: Completion, draft_temperatures: Mapping[Rule, Sequence[float]]
-    ) -> dict[Rule, PredictedRounds]:
-        """Return the expected rounds by rule, for each of its draft temperatures; 0 stands for argmax drafts.
+    def predict(self, row: Completion, draft_temperatures: Mapping[Rule, Sequence[float]]) -> dict[Rule, list[Rounds]]:
+        """Return the expected rounds by rule, one for each of its draft temperatures, where 0 stands for argmax drafts.
 
         The row is a text of the kind that the rules write: greedy for ``"greedy"``, sampled for the others.
         """
+        return {rule: found.whole for rule, found in self.predict_cuts(row, draft_temperatures).items()}
+
+    @torch.no_grad()
+    def predict_cuts(
+        self, row: Completion, draft_temperatures: Mapping[Rule, Sequence[float]]
+    ) -> dict[Rule, PredictedRounds]:
+        """Return what `predict` does, and beside it the rounds of blocks that are cut to fewer proposals."""
         response = self._beyond_the_budget(row)
         ended = response[-1] in self.target.eos_ids
         num_starts = min(len(response), self.max_new_tokens) - 1
@@ -249,7 +253,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class _Scores:
-    """log_q ``[temperatures, A, B]``, log_p and agrees ``[A, B]``."""
+    """Holds log_q ``[temperatures, A, B]``, log_p and agrees ``[A, B]``."""
 
     log_q: Numbers
     log_p: Numbers
@@ -298,11 +302,20 @@ class PredictionFile(Strict):
     texts: list[PredictedText]
 
     @classmethod
-    def make(cls, settings: PredictionSettings, rows: Sequence[Completion], predictor: Predictor) -> "PredictionFile":
-        """Predict every text."""
-        texts = []
+    def make(
+        cls,
+        settings: PredictionSettings,
+        rows: Sequence[Completion],
+        predictor: Predictor,
+        on_prompt: Callable[[int], None] = lambda _: None,
+    ) -> "PredictionFile":
+        """Predict every text, and report how many prompts, each with all its turns, were begun."""
+        texts: list[PredictedText] = []
+        begun: set[str] = set()
         for row in rows:
-            found = predictor.predict(row, settings.draft_temperatures)
+            begun.add(row.id.rpartition("#")[0])
+            on_prompt(len(begun) - 1)
+            found = predictor.predict_cuts(row, settings.draft_temperatures)
             texts.append(
                 PredictedText(
                     prompt=row.id.rpartition("#")[0],
@@ -323,7 +336,7 @@ def _pairs(rounds: Sequence[Rounds]) -> list[tuple[float, float]]:
 
 
 class Predictions:
-    """Expected rounds of every prompt, all its turns together, by rule and draft temperature."""
+    """Looks up the expected rounds of every prompt, all its turns together, by rule and draft temperature."""
 
     def __init__(self, files: Sequence[Path], protocol: Protocol) -> None:
         self.protocol = protocol

@@ -1,6 +1,7 @@
 """How to measure, in which ways to decode, and what an evaluation's folder is for."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +25,7 @@ TextKind = Literal["greedy", "sampled"]
 
 @dataclass(frozen=True)
 class DecodingSetup:
-    """A way to decode: a drafter (None is autoregressive), a rule, a draft temperature.
+    """Names a way to decode: a drafter (None is autoregressive), a rule, a draft temperature.
 
     choice: how the draft temperature was chosen, see `Choice`.
     """
@@ -42,13 +43,15 @@ class DecodingSetup:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How to measure; the defaults are the paper's, and one-hot drafts beside them.
+    """Says how to measure; the defaults are the paper's, and one-hot drafts beside them.
 
     temperature: of the target, for token and block verification.
     draft_temperatures: the grid that the best one is sought on; empty for none.
     one_hot: whether the sampled rules are also measured with argmax drafts, as engines draft by default.
     num_proposals: tokens that every drafter proposes, at most those it was trained with; None for all of them, and
         ``"auto"`` for the number with the most predicted tokens per second on this machine, for each drafter.
+    num_decoded: prompts of each task that are also decoded, spread over the task; None for all. Predicted lengths,
+        which cost far less, always use all prompts.
     num_traces: prompts per task for the block explorer.
     dynamics_texts, dynamics_blocks: training texts, and full blocks of each, for the figure of training dynamics;
         no texts for no figure.
@@ -61,6 +64,7 @@ class Protocol:
     draft_temperatures: tuple[float, ...] = GRID
     one_hot: bool = True
     num_proposals: NumProposals = None
+    num_decoded: int | None = None
     num_bootstrap: int = 1000
     num_traces: int = 2
     dynamics_texts: int = 512
@@ -79,6 +83,8 @@ class Protocol:
                 raise EvaluationError(
                     f"draft temperatures must be above 0 and finite, got {each:g}; argmax drafts are measured anyway"
                 )
+        if self.num_decoded is not None and self.num_decoded < 1:
+            raise EvaluationError("at least one prompt of each task must be decoded")
         if self.dynamics_texts and self.dynamics_blocks < 1:
             raise EvaluationError("training dynamics need at least one block of each text")
 
@@ -91,6 +97,11 @@ class Protocol:
     def grid(self) -> tuple[float, ...]:
         """The grid with the target's own temperature in it, which is the paper's draft temperature."""
         return tuple(sorted({*self.draft_temperatures, self.temperature}))
+
+    def decoded(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return the prompts of a task that are decoded: all, or so many of them at even distances."""
+        num = min(self.num_decoded or len(prompts), len(prompts))
+        return [prompts[number * len(prompts) // num] for number in range(num)]
 
     # Texts of the target
 
@@ -162,6 +173,7 @@ class Plan(Strict):
     draft_temperatures: list[float]
     one_hot: bool
     num_proposals: NumProposals = None
+    num_decoded: int | None = None
 
     def differences(self, other: "Plan") -> list[str]:
         """Return the names of the fields that differ."""

@@ -48,6 +48,7 @@ class TaskAbout(Strict):
     group: ``math``, ``code`` or ``chat``, or a file's name: the heading it stands under in a table.
     num_turns: user messages, each answered by one generation.
     num_left_out: prompts beside these that the target has no room to read and answer.
+    num_decoded: prompts that were also decoded; None for all. Predicted lengths use all prompts.
     """
 
     name: str
@@ -57,6 +58,7 @@ class TaskAbout(Strict):
     num_prompts: int
     num_turns: int
     num_left_out: int = 0
+    num_decoded: int | None = None
 
 
 class TemperaturePoint(Strict):

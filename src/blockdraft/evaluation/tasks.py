@@ -24,7 +24,7 @@ from blockdraft.pocket import FAMILIES, Family, heldout
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts with a name. group is the heading of its table: math, code or chat, or a file's name.
+    """Holds prompts under a name. group: the heading of its table: math, code or chat, or a file's name.
 
     num_left_out: prompts that the target has no room to read and answer.
     """
@@ -68,7 +68,7 @@ def contest(statement: str, starter: str) -> str:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Where a benchmark is on the hub, how a row becomes user messages, how many prompts the paper takes.
+    """Says where a benchmark is on the hub, how a row becomes user messages, and how many the paper takes.
 
     files: JSON lines to read where the data set is a script: LiveCodeBench, whose release v6 is six of them.
     """

@@ -18,7 +18,7 @@ BUDGET = ("data", "batch", "optimizer")
 
 @dataclass(frozen=True)
 class Gain:
-    """By how much one drafter is ahead of another one.
+    """Says by how much one drafter is ahead of another one.
 
     ratio: of the two means; 1 is no difference. settled: whether there is no doubt which drafter is ahead.
     basis: what that rests on, in words. span: the 95% interval of the gain, if it is known.
@@ -60,7 +60,7 @@ TOO_FEW = "too few prompts for an interval"
 
 @dataclass(frozen=True)
 class Finding:
-    """One quantity of a drafter, beside that of the baseline if there is one. what: a heading for it."""
+    """Holds a quantity of a drafter, and that of the baseline if there is one. what: a heading for it."""
 
     what: str
     unit: str
@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Headline:
-    """What was shown of one kind of drafter on one target.
+    """Says what was shown of one kind of drafter on one target.
 
     new, old: labels of the drafter and of the baseline, None if there is none.
     findings: predicted length, measured length, speed-up. note: what a reader must know beside.

@@ -15,7 +15,7 @@ NAME = "blockdraft"
 
 
 class TargetAttention(ABC):
-    """How the tokens of one pass attend."""
+    """Decides how the tokens of one pass attend to each other."""
 
     @abstractmethod
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -23,7 +23,7 @@ class TargetAttention(ABC):
 
 
 class SlotAttention(TargetAttention):
-    """Whole new texts, causally; or one token per text, which sees ``seen`` ``[N, 1, 1, L]``.
+    """Attends causally within whole new texts, or from one token per text to ``seen`` ``[N, 1, 1, L]``.
 
     For one token, the query heads that share a key/value head stand in the place
     of query positions, so that keys and values are not repeated.
@@ -43,7 +43,7 @@ class SlotAttention(TargetAttention):
 
 @dataclass(frozen=True)
 class Span:
-    """Where a text lies in a batch of packed rows: positions ``start <= t < end`` of a row."""
+    """Says where a text lies in a batch of packed rows: at positions ``start <= t < end`` of a row."""
 
     row: int
     start: int
@@ -51,7 +51,7 @@ class Span:
 
 
 class SpanAttention(TargetAttention):
-    """Causal within each span, nothing between them; positions outside all spans give zeros."""
+    """Attends causally within each span and never between them; positions outside all spans give zeros."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = spans
@@ -93,7 +93,7 @@ AttentionInterface.register(NAME, _dispatch)
 
 @contextmanager
 def attending(model: PreTrainedModel, attention: TargetAttention) -> Iterator[None]:
-    """The model with this attention, and as it was afterwards."""
+    """Give the model this attention, and its own one back afterwards."""
     config = model.config
     usual = config._attn_implementation
     config._attn_implementation = NAME
@@ -106,7 +106,7 @@ def attending(model: PreTrainedModel, attention: TargetAttention) -> Iterator[No
 
 
 def span_positions(spans: Sequence[Span], num_rows: int, length: int) -> Tensor:
-    """``[N, T]`` positions counted from the start of each span, 0 outside."""
+    """Return positions ``[N, T]`` counted from the start of each span, 0 outside."""
     positions = torch.zeros(num_rows, length, dtype=torch.long)
     for span in spans:
         positions[span.row, span.start : span.end] = torch.arange(span.end - span.start)

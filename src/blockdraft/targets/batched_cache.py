@@ -19,7 +19,7 @@ ROOM_AHEAD = 64
 
 
 class BatchedKVCache:
-    """A target over up to ``num_slots`` texts of up to ``capacity`` tokens."""
+    """Runs a target over up to ``num_slots`` texts of up to ``capacity`` tokens at once."""
 
     def __init__(self, target: Target, num_slots: int, capacity: int) -> None:
         self.target, self.num_slots, self.capacity = target, num_slots, capacity
@@ -30,7 +30,7 @@ class BatchedKVCache:
         self._seen: Tensor | None = None
 
     def __len__(self) -> int:
-        """Texts held."""
+        """Return how many texts it holds."""
         return len(self.lengths)
 
     @torch.inference_mode()
@@ -87,7 +87,7 @@ class BatchedKVCache:
 
 
 class _BatchedLayer(CacheLayerMixin):
-    """Keys and values of one layer, ``[slots, kv_heads, room, d]``."""
+    """Holds the keys and values of one layer, ``[slots, kv_heads, room, d]``."""
 
     is_sliding = False
 

@@ -35,7 +35,7 @@ class UnsupportedTargetError(BlockdraftError):
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """One pass of the target over N sequences of T tokens.
+    """Holds what one pass of the target over N sequences of T tokens gave.
 
     hidden: ``[N, T, H]`` after the final norm; the head's input.
     features: ``[N, T, K * H]`` outputs of the K chosen decoder layers, side by side; None if none were chosen.
@@ -49,7 +49,7 @@ class TargetOutput:
 
 @dataclass(frozen=True)
 class Normalizer:
-    """What a head over some tokens cannot know of the whole vocabulary, at every position.
+    """Holds what a head over some tokens cannot know of the whole vocabulary, at every position.
 
     log_z: ``[..]`` log sum_v exp(z_v / temperature). argmax: ``[..]`` the most probable token.
     """
@@ -113,11 +113,11 @@ class Target:
         return find_mask_token(self)
 
     def feature_layers(self, num_features: int) -> tuple[int, ...]:
-        """DFlash's choice of layers for so many features."""
+        """Return the layers that DFlash chooses for so many features."""
         return choose_layers(self.name, self.num_layers, num_features)
 
     def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for texts of up to ``capacity`` tokens.
+        """Return an empty KV cache for a text of up to ``capacity`` tokens.
 
         With the first cache, and with the first after the weights have changed, `Decoder` copies the weights of a
         small target of a known family; one text at a time behind a cache then goes through it.
@@ -169,7 +169,7 @@ class Target:
         return TargetOutput(hidden, features)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., V]`` from hidden states after the final norm."""
+        """Return logits ``[..., V]`` of hidden states ``[..., H]``, which must be those after the final norm."""
         if self._decoder is not None and hidden.dim() > 1 and hidden.shape[:-1].numel() <= FEW_ROWS:
             return self._decoder.head(hidden.flatten(0, -2)).view(*hidden.shape[:-1], self.vocab_size)
         return torch.nn.functional.linear(hidden, self.head)
@@ -190,11 +190,11 @@ class Target:
         return Normalizer(log_z.view(hidden.shape[:-1]), argmax.view(hidden.shape[:-1]))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """``[..., H]`` input embeddings."""
+        """Return the input embeddings ``[..., H]`` of token ids ``[...]``."""
         return torch.nn.functional.embedding(tokens, self.embedding)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation under the model's chat template, thinking off."""
+        """Return the token ids of a conversation under the model's chat template, with thinking off."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise UnsupportedTargetError(f"{self.name} has no chat template; give token ids instead of messages")
         text = self.tokenizer.apply_chat_template(
@@ -203,14 +203,14 @@ class Target:
         return self.encode(str(text))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text; nothing is added."""
+        """Return the token ids of a text as it stands; no special token is added."""
         if self.tokenizer is None:
             raise UnsupportedTargetError(f"{self.name} has no tokenizer")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         if self.tokenizer is None:
             raise UnsupportedTargetError(f"{self.name} has no tokenizer")
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
@@ -228,7 +228,7 @@ class Target:
         return hook
 
     def _refuse_unfaithful(self) -> None:
-        """Head times hidden state must be the model's own logits: some families scale or cap them."""
+        """Refuse a model whose logits are not head times hidden state: some families scale or cap them."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             expected = self.model(probe).logits
@@ -241,7 +241,7 @@ class Target:
 
 
 def choose_layers(name: str, num_layers: int, num_features: int) -> tuple[int, ...]:
-    """DFlash's choice for K features of T layers: ``round(1 + i (T - 4) / (K - 1))``, or ``T // 2`` for one."""
+    """Return DFlash's choice of K of T layers: ``round(1 + i (T - 4) / (K - 1))``, or ``T // 2`` for one."""
     if num_features == 1:
         return (num_layers // 2,)
     step = (num_layers - 4) / (num_features - 1)
@@ -256,7 +256,7 @@ MASK_TOKENS = {"qwen3": 151_669}
 
 
 def find_mask_token(target: Target) -> int:
-    """The mask token given, else the tokenizer's, else the family's; refused if it cannot be one."""
+    """Return the mask token given, else the tokenizer's, else the family's; refuse one that cannot be one."""
     given = target._given_mask
     if given is None and target.tokenizer is not None:
         given = target.tokenizer.mask_token_id

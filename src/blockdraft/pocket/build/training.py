@@ -80,10 +80,9 @@ class Settings:
         depths = [stage.num_layers for stage in self.stages]
         if not depths or any(deep % shallow for shallow, deep in pairwise(depths)):
             raise SettingsError(f"each stage's depth must be a multiple of the one before, got {depths}")
-        if self.cycles and sum(cycle.num_steps for cycle in self.cycles) != self.num_steps:
-            raise SettingsError(
-                f"cycles of {[cycle.num_steps for cycle in self.cycles]} steps do not add up to the stages' {self.num_steps}"
-            )
+        lengths = [cycle.num_steps for cycle in self.cycles]
+        if lengths and sum(lengths) != self.num_steps:
+            raise SettingsError(f"cycles of {lengths} steps do not add up to the stages' {self.num_steps}")
 
     @property
     def num_steps(self) -> int:
