@@ -56,7 +56,7 @@ class DrafterSection(Section):
     markov_rank: int = Field(256, ge=1, description="DSpark only: rank of the Markov head")
     initial: str = Field(
         "scratch",
-        description="scratch, target (the target's own last layers), or the folder of a drafter to train further",
+        description="scratch, target (its own last layers), or the folder or Hugging Face id of a drafter to train on",
     )
 
     @field_validator("vocab_size")
