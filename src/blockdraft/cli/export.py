@@ -26,7 +26,12 @@ def export(
         typer.Argument(help="The drafter: a shipped name, its folder, a run's folder, or a Hugging Face id."),
     ] = None,
     flavour: Annotated[
-        str | None, typer.Option("--format", help="The format to write: flat (SGLang, vLLM) or speculators (vLLM).")
+        str | None,
+        typer.Option(
+            "--format",
+            help="The format to write: flat (SGLang, vLLM) or speculators (vLLM).",
+            show_default="the one it came in, also before it was trained further",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The new folder to write.")] = None,
     check: Annotated[
@@ -55,15 +60,18 @@ def export(
     from blockdraft.drafters import find_drafter, load_drafter
     from blockdraft.drafters.checkpoint import load_config, load_json, stored_dtype
     from blockdraft.drafters.formats import FORMATS
-    from blockdraft.export import check_export, engine_notes, export_drafter, run_facts
+    from blockdraft.export import check_export, engine_notes, export_drafter, original_format, run_facts
     from blockdraft.export.commands import STATE_SAMPLING
 
     if checkpoint is None or out is None:
         raise typer.BadParameter("say which CHECKPOINT to write and where with --out, or check an export with --check")
-    if flavour not in FORMATS:
+    if flavour is not None and flavour not in FORMATS:
         raise typer.BadParameter(f"{flavour!r} is not one of {', '.join(FORMATS)}", param_hint="--format")
     chosen, folder = precision(dtype), find_drafter(checkpoint)
     facts = run_facts(folder)
+    flavour = flavour or original_format(folder, facts)
+    if flavour is None:
+        raise typer.BadParameter(f"say which: {' or '.join(FORMATS)}", param_hint="--format")
     load_json(folder)  # what is no drafter is refused before a target is loaded
     model = _target(target or facts.target or _shipped_target(folder))
     load_config(folder, model.num_layers)

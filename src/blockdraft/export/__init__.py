@@ -3,7 +3,7 @@
 from blockdraft.export.assistant import as_assistant
 from blockdraft.export.card import RunFacts, run_facts
 from blockdraft.export.commands import EngineNote, engine_notes
-from blockdraft.export.drafter import Checked, Exported, check_export, export_drafter
+from blockdraft.export.drafter import Checked, Exported, check_export, export_drafter, original_format
 from blockdraft.export.shipping import ship
 from blockdraft.export.target import export_target
 
@@ -17,6 +17,7 @@ __all__ = [
     "engine_notes",
     "export_drafter",
     "export_target",
+    "original_format",
     "run_facts",
     "ship",
 ]

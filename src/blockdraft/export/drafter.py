@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.drafters import Anchors, CheckpointError, Drafter, DrafterConfig, build_drafter, load_drafter
+from blockdraft.drafters import (
+    Anchors,
+    CheckpointError,
+    Drafter,
+    DrafterConfig,
+    build_drafter,
+    find_drafter,
+    load_drafter,
+)
 from blockdraft.drafters.checkpoint import (
     CONFIG,
     DRAFT_IDS,
@@ -145,6 +153,21 @@ def exported_tensors(drafter: Drafter, target: Target, dtype: torch.dtype) -> di
         known[ids] = True
         tensors |= {D2T: ids - torch.arange(len(ids)), T2D: known}
     return tensors
+
+
+def original_format(folder: Path, facts: RunFacts) -> Format | None:
+    """Return the format that a drafter came in: its folder's, or that of the drafter which its run trained further.
+
+    None where neither has one, or where the drafter that a run began with is no longer there.
+    """
+    own = format_of(load_json(folder))
+    initial = None if facts.info is None else facts.info.recipe.drafter.initial
+    if own is not None or initial in (None, "scratch", "target"):
+        return own
+    try:
+        return format_of(load_json(find_drafter(str(initial))))
+    except CheckpointError:
+        return None
 
 
 # Checking

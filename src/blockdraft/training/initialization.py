@@ -39,9 +39,11 @@ def new_drafter(recipe: Recipe, target: Target, dataset: TextDataset | None = No
 
 
 def continue_from(recipe: Recipe, target: Target) -> Drafter:
-    """Load a drafter to train further, ours or anyone's; the number of proposals is the recipe's.
+    """Load a drafter to train further, ours or anyone's, with its own shape.
 
-    A confidence head is left behind, since training does not keep it true.
+    What the recipe itself states must be so, except for the number of proposals, which may change: no tensor depends on
+    it. What it leaves to defaults is the drafter's. A confidence head is left behind, since training does not keep it
+    true.
     """
     part = recipe.drafter
     try:
@@ -56,17 +58,28 @@ def continue_from(recipe: Recipe, target: Target) -> Drafter:
     }
     if config.kind == "dspark":
         stated |= {"markov_head": config.markov_head, "markov_rank": config.markov_rank}
-    asked = {name: getattr(part, name) for name in stated}
+    asked = {name: getattr(part, name) for name in stated if name in part.model_fields_set or name == "kind"}
     wrong = [name for name, value in asked.items() if value is not None and value != stated[name]]
     if wrong:
         has = ", ".join(f"{name} {stated[name]}, not {asked[name]}" for name in wrong)
         fix = " ".join(f"drafter.{name}={stated[name]}" for name in wrong)
         raise RecipeError(f"the drafter in {part.initial} has {has}; set {fix}")
-    changes = {"num_proposals": part.num_proposals, "confidence_head": False}
+    num = part.num_proposals if "num_proposals" in part.model_fields_set else config.num_proposals
+    changes = {"num_proposals": num, "confidence_head": False}
     drafter = build_drafter(config.replace(**changes, target_fingerprint=recorded_fingerprint(target)))
     tensors = {name: tensor for name, tensor in there.state_dict().items() if not name.startswith("confidence_head.")}
     drafter.load_state_dict(tensors)
     return drafter.float()
+
+
+def with_shape(recipe: Recipe, config: DrafterConfig) -> Recipe:
+    """Return a recipe that states the shape of the drafter it trains, which it may have left to the folder."""
+    shape: dict[str, Any] = {"num_layers": config.num_layers, "num_proposals": config.num_proposals}
+    if recipe.drafter.initial not in ("scratch", "target"):
+        shape["num_features"] = len(config.target_layers)
+    if config.kind == "dspark":
+        shape |= {"markov_head": config.markov_head, "markov_rank": config.markov_rank}
+    return recipe.model_copy(update={"drafter": recipe.drafter.model_copy(update=shape)})
 
 
 @torch.no_grad()

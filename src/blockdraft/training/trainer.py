@@ -31,7 +31,7 @@ from blockdraft.recipes import Recipe, RecipeError, is_annealed
 from blockdraft.runs import Run, RunInfo, RunTarget
 from blockdraft.targets import Sampling, Target, fingerprint
 from blockdraft.training.compiling import compiles
-from blockdraft.training.initialization import new_drafter
+from blockdraft.training.initialization import new_drafter, with_shape
 from blockdraft.training.loader import PrefetchingLoader
 from blockdraft.training.measuring import DecodedPrompts, HeldOutBlocks, Rates, summary
 from blockdraft.training.optimizers import learning_rate_at, make_optimizers, scale_gradients
@@ -89,6 +89,7 @@ class Trainer:
         _refuse_other_sampling(recipe, self.objective, dataset)
         training, heldout = dataset.split(recipe.data.num_heldout, recipe.seed)
         self.drafter = new_drafter(recipe, target, training).to(self.distributed.device)
+        self.recipe = with_shape(self.recipe, self.drafter.config)
         self.drafter.checkpoint_activations = recipe.runtime.gradient_checkpointing
         self.config = self.drafter.config
         self.sampler = BatchSampler(
