@@ -5,7 +5,7 @@
     python benchmarks/decoding.py --target pocket-16      # a target of a given shape with random weights
     python benchmarks/decoding.py --drafter runs/mine     # a drafter that was trained, instead of random weights
 
-One process, one thread, float32. Passes through the target are timed turn by turn, through transformers and through
+One process, one thread. Passes through the target are timed turn by turn, through transformers and through
 the package's own decoder. The time is the thread's own: what else the machine does is not counted, though it still
 takes cache and memory bandwidth away. A round costs
 
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from blockdraft.decoding import generate, generation
 from blockdraft.drafters import Drafter, DrafterConfig, build_drafter, load_drafter
-from blockdraft.targets import EMBEDDED, Target, UnsupportedTargetError, load_target
+from blockdraft.targets import DTYPES, EMBEDDED, Target, UnsupportedTargetError, load_target
 
 from measuring import save, table
 
@@ -35,20 +35,21 @@ HELD, REPEATS = 128, 6
 PATHS = ("transformers", "blockdraft")
 
 
-def random_target(num_layers: int) -> Target:
+def random_target(num_layers: int, dtype: torch.dtype) -> Target:
     """A target as wide as pocket and as deep as wanted, with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=2048, hidden_size=192, intermediate_size=512, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=48, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=None,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
     return Target(model, None, name=f"pocket-{num_layers}", mask_token_id=5)
 
 
-def target_named(name: str) -> Target:
+def target_named(name: str, dtype: torch.dtype = torch.float32) -> Target:
     """An embedded target, or ``pocket-L`` of L layers."""
-    target = random_target(int(name.removeprefix("pocket-"))) if name.startswith("pocket-") else load_target(name)
+    is_random = name.startswith("pocket-")
+    target = random_target(int(name.removeprefix("pocket-")), dtype) if is_random else load_target(name, dtype=dtype)
     target.eos_ids = frozenset()
     return target
 
@@ -57,7 +58,7 @@ def drafter_for(target: Target, kind: str, num_layers: int, num_proposals: int) 
     torch.manual_seed(0)
     options: dict[str, Any] = {"markov_rank": 64} if kind == "dspark" else {}
     config = DrafterConfig.for_target(kind, target, num_layers=num_layers, num_proposals=num_proposals, **options)
-    return build_drafter(config).eval()
+    return build_drafter(config).to(target.dtype).eval()
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -138,12 +139,13 @@ def main() -> None:
     parser.add_argument("--drafter", help="drafter to load (default: random weights, DFlash and DSpark)")
     parser.add_argument("--num-layers", type=int, default=2, help="layers of random drafters (default: %(default)s)")
     parser.add_argument("--num-proposals", type=int, default=10, help="B of random drafters (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results, rows = {}, []
     for name in arguments.target or EMBEDDED:
         try:
-            target = target_named(name)
+            target = target_named(name, DTYPES[arguments.dtype])
         except UnsupportedTargetError as error:
             print(f"{name} is left out: {error}\n")
             continue

@@ -80,21 +80,24 @@ def test_weights_large_enough_to_be_packed_give_the_same_numbers():
         torch.testing.assert_close(ours, theirs, **TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [None, 0.5])
 @pytest.mark.parametrize("shape", [(PACKED_SIZE // 128, 128), (24, 40)])
-def test_products_of_any_number_of_rows_copied_and_pickled(shape, bias):
+def test_products_of_any_number_of_rows_copied_and_pickled(shape, bias, dtype):
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(*shape, generator=generator)
-    added = None if bias is None else torch.full((shape[0],), bias)
+    weight = torch.randn(*shape, generator=generator).to(dtype)
+    added = None if bias is None else torch.full((shape[0],), bias, dtype=dtype)
     product = Product(*weight.split(8), bias=added)
-    assert can_pack(weight) == (shape[0] > 24 and torch.backends.mkldnn.is_available())
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.3, "rtol": 2e-2}
+    if dtype == torch.float32:
+        assert can_pack(weight) == (shape[0] > 24 and torch.backends.mkldnn.is_available())
     for each in (product, copy.deepcopy(product), pickle.loads(pickle.dumps(product))):
         for rows in (1, 2, 7, 8, 11, 17):
-            x, residual = (torch.randn(rows, width, generator=generator) for width in reversed(shape))
+            x, residual = (torch.randn(rows, width, generator=generator).to(dtype) for width in reversed(shape))
             before = residual.clone()
-            expected = x @ weight.T + (bias or 0)
-            torch.testing.assert_close(each(x), expected, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(each.add_to(residual, x), residual + expected, atol=1e-4, rtol=1e-4)
+            expected = x.float() @ weight.float().T + (bias or 0)
+            torch.testing.assert_close(each(x).float(), expected, **tolerance)
+            torch.testing.assert_close(each.add_to(residual, x).float(), residual + expected, **tolerance)
             assert torch.equal(residual, before)
 
 

@@ -6,6 +6,7 @@ and up are one, residuals are added by the product before them, and on a CPU the
 of oneDNN instead of at every call.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ PACKED_ROWS = 8
 """The number of rows that packed weights are laid out for; they serve any other as well."""
 
 PACKED_SIZE = 2**17
-"""Weights with fewer numbers are not packed: calling oneDNN takes as long as it saves."""
+"""Weights in float32 with fewer numbers are not packed: calling oneDNN takes as long as it saves."""
 
 MASKED_ROWS = 64
 """Up to so many rows behind a cache share a mask that is made once."""
@@ -28,16 +29,18 @@ MASKED_ROWS = 64
 class Product:
     """Compute ``x W^T + b`` for rows x ``[T, in]``, with W the given weights ``[out, in]`` one under the other.
 
-    On a CPU one row is fastest with W transposed in memory, and several are with W packed.
+    On a CPU, in float32, one row is fastest with W transposed in memory, and several are with W packed; in bfloat16,
+    packed weights are the fastest for any number.
     """
 
     def __init__(self, *weights: Tensor, bias: Tensor | None = None, copy: bool = True) -> None:
         self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self.bias = bias
         self._across = self.weight.t()
-        if copy and self.weight.device.type == "cpu":
-            self._across = self._across.contiguous()
         self._packed = _pack(self.weight) if copy and can_pack(self.weight) else None
+        self._packed_from = 1 if self.weight.dtype == torch.bfloat16 else 2
+        if copy and self.weight.device.type == "cpu" and (self._packed is None or self._packed_from > 1):
+            self._across = self._across.contiguous()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the weights; packed ones can do neither, and are made again."""
@@ -45,7 +48,7 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[T, out]``."""
-        if self._packed is not None and x.shape[0] > 1:
+        if self._packed is not None and x.shape[0] >= self._packed_from:
             out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
             return out
         if self.bias is None:
@@ -54,7 +57,7 @@ class Product:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return ``residual + x W^T + b``."""
-        if self._packed is not None and x.shape[0] > 1:
+        if self._packed is not None and x.shape[0] >= self._packed_from:
             out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
             return out
         if self.bias is None:
@@ -72,22 +75,29 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether products with this weight can use oneDNN's layout: in float32, on a CPU where it is right."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() < PACKED_SIZE:
+    """Return whether products with this weight can use oneDNN's layout: on a CPU where it is fast, and right."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    if not torch.backends.mkldnn.is_available():
+    if weight.dtype == torch.float32 and weight.numel() < PACKED_SIZE:
         return False
-    return passes_check("packing weights with oneDNN", weight.device, _check_packing)
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    check = functools.partial(_check_packing, weight.dtype)
+    return passes_check("packing weights with oneDNN", weight.device, check, key=(weight.dtype,))
 
 
-def _check_packing() -> None:
+def _check_packing(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight, x, y = (torch.randn(rows, cols, generator=generator) for rows, cols in ((24, 40), (5, 40), (5, 24)))
-    packed = _pack(weight)
+    shapes = ((24, 40), (5, 40), (5, 24))
+    weight, x, y = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    packed, expected = _pack(weight), x.float() @ weight.float().T
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     found = torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
-    compare("a product", found, x @ weight.T, 1e-5)
+    compare("a product", found, expected, tolerance)
     found = torch.ops.mkldnn._linear_pointwise.binary(x, y, packed, None, "add")
-    compare("a product with a sum", found, y + x @ weight.T, 1e-5)
+    compare("a product with a sum", found, y.float() + expected, tolerance)
 
 
 class Norm:
