@@ -119,7 +119,9 @@ class Batch:
         """Apply a function to every tensor but those that stay on the CPU."""
         anchors = Anchors(*(change(x) for x in (self.anchors.row, self.anchors.position, self.anchors.start)))
         names = ("tokens", "positions", "block_tokens", "valid", "read_positions", "read_index", "uniforms")
-        changed = {name: change(getattr(self, name)) for name in names if getattr(self, name) is not None}
+        changed: dict[str, Any] = {
+            name: change(getattr(self, name)) for name in names if getattr(self, name) is not None
+        }
         return replace(self, anchors=anchors, loaded=tuple(map(change, self.loaded)), **changed)
 
 

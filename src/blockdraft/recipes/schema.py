@@ -57,7 +57,7 @@ class DrafterSection(Section):
     markov_rank: int = Field(256, ge=1, description="DSpark only: rank of the Markov head")
     initial: str = Field(
         "scratch",
-        description="scratch, target (its own last layers), or a drafter to train on: a shipped one, a folder, a Hub id",
+        description="scratch, target (its own last layers), or a drafter to train on: shipped, a folder, a Hub id",
     )
 
     @field_validator("vocab_size")
