@@ -1,6 +1,5 @@
 """``blockdraft evaluate``, ``report`` and ``demo``: the verbs that end with a table of results."""
 
-import signal
 import sys
 import time
 from pathlib import Path
@@ -173,7 +172,6 @@ def demo(
         file=sys.stderr,
     )
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the runs it started are told to stop, too
     try:
         with Stages() as stages:
             results, written = Demo(target, folder, stages.show).run()
