@@ -27,7 +27,7 @@ DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))[
 MARKDOWN := README.md CONTRIBUTING.md CHANGELOG.md $(filter-out docs/theory/% docs/reference/recipe-fields.md \
   docs/reference/command-line.md, $(wildcard docs/*.md docs/*/*.md))
 
-.PHONY: help install demo lint format docs reference check test test-engines test-kernels example bench pins clean
+.PHONY: help install demo lint format docs reference check test fuzz test-engines test-kernels example bench pins clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 \t/' | expand -t 24
@@ -75,6 +75,10 @@ reference: $(INSTALLED) ## write the reference pages that are made from the code
 
 test: lint docs ## lint, the documentation site, and all tests
 	$(BIN)/pytest
+
+fuzz: $(INSTALLED) ## bad input for every verb and file, 1,900 cases, and three times the kills: a quarter of an hour of a core
+	PYTHONPATH=tests:tests/data:tests/training OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --scale 2
+	BLOCKDRAFT_KILLS=3 $(BIN)/pytest -n 0 -m kill
 
 test-engines: $(INSTALLED) $(VLLM_INSTALLED) $(SPECULATORS_INSTALLED) ## real engines: vLLM (3.4 GB in .venv-vllm) and speculators (1.5 GB)
 	$(BIN)/pytest -n 0 -s tests/engines

@@ -25,8 +25,12 @@ for _ in sys.stdin:
 """
 
 
+TIMES = int(os.environ.get("BLOCKDRAFT_KILLS", "1"))
+"""How many times as often to kill as the tests say; `make fuzz` sets it to 3."""
+
+
 def killed(source: str, *arguments: object, kills: int, within: float, seed: int) -> Iterator[int]:
-    """How each attempt ended: ``kills`` times some moment within so many seconds, then once undisturbed.
+    """How each attempt ended: ``kills * TIMES`` times some moment within so many seconds, then once undisturbed.
 
     ``source`` defines ``work(*arguments)``, which takes text; it is imported once and forked for every attempt.
     """
@@ -37,10 +41,10 @@ def killed(source: str, *arguments: object, kills: int, within: float, seed: int
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        for attempt in range(kills + 1):
+        for attempt in range(kills * TIMES + 1):
             server.stdin.write("go\n")
             child = int(server.stdout.readline())
-            if attempt < kills:
+            if attempt < kills * TIMES:
                 time.sleep(dice.uniform(0.0, within))
                 os.kill(child, signal.SIGKILL)
             server.stdin.write("wait\n")

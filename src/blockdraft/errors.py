@@ -1,4 +1,4 @@
-"""The one base class of everything a user can get wrong."""
+"""The one base class of everything a user can get wrong, and how other packages' errors are told in one line."""
 
 
 class BlockdraftError(ValueError):
@@ -6,3 +6,19 @@ class BlockdraftError(ValueError):
 
     The command line prints the message without a traceback and exits with code 2.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error of another package says, and its kind where the words say little."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    plain = isinstance(error, OSError | ValueError | ImportError) and " " in text
+    return text if plain else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error means that there is no more memory, on the CPU or on an accelerator."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError | OSError) and "allocate memory" in str(error))
+    )

@@ -12,21 +12,37 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, StringConstraints, TypeAdapter, ValidationError
 from torch import Tensor
 
 from blockdraft.data import TextDataset, open_dataset
 from blockdraft.drafters import Drafter, save_drafter
+from blockdraft.drafters.checkpoint import CONFIG, WEIGHTS
 from blockdraft.errors import BlockdraftError
-from blockdraft.files import UNFINISHED, atomic_folder, atomic_write, complete_lines, sha256, sync, write_json
+from blockdraft.files import (
+    UNFINISHED,
+    atomic_folder,
+    atomic_write,
+    complete_lines,
+    explain,
+    naming_write_errors,
+    parse_json,
+    read_json,
+    read_model,
+    sha256,
+    sync,
+    write_json,
+)
 from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, to_yaml
 from blockdraft.targets import Target
 
 LAST, BEST, STATE, CHECKSUMS = "checkpoint", "best", "state.pt", "checksums.json"
+STATE_KEYS = ("step", "optimizer", "random", "sampler", "best_step", "best_length")
+"""What ``state.pt`` holds."""
 
 
 class RunError(BlockdraftError):
@@ -42,6 +58,15 @@ class RunTarget(BaseModel):
     fingerprint: str
 
 
+class _LoggedStep(BaseModel):
+    """A line of ``metrics.jsonl``: whatever was measured, by name, at one step."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    step: NonNegativeInt
+    heldout_length_block: float | None = None
+
+
 class RunInfo(BaseModel):
     """``run.json``: everything that decides the weights, and what made them.
 
@@ -54,8 +79,8 @@ class RunInfo(BaseModel):
     recipe: Recipe
     target: RunTarget
     data: str
-    num_steps: int
-    steps_per_epoch: int
+    num_steps: PositiveInt
+    steps_per_epoch: PositiveInt
     drafter: dict[str, Any]
     provenance: Provenance
 
@@ -83,21 +108,14 @@ class Run:
         """Open a run's folder; `RunError` if it is none, or damaged."""
         folder = Path(folder)
         file = folder / "run.json"
-        try:
-            return cls(folder, RunInfo.model_validate(json.loads(file.read_text(encoding="utf-8"))))
-        except FileNotFoundError:
-            raise RunError(f"{folder} is not a training run: it has no run.json") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise RunError(f"{file} cannot be read: {error}") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise RunError(f"{file}: {where}: {first['msg']}; was it written by another version?") from error
+        if not cls.is_run(folder):
+            raise RunError(f"{folder} is not a training run: it has no run.json")
+        return cls(folder, read_model(file, RunInfo, RunError, "was it written by another version?"))
 
     @classmethod
     def is_run(cls, folder: str | Path) -> bool:
-        """Return whether a folder holds a run."""
-        return (Path(folder) / "run.json").is_file()
+        """Return whether a folder holds a run, be it damaged: something is called ``run.json``."""
+        return os.path.lexists(Path(folder) / "run.json")
 
     @classmethod
     def of_checkpoint(cls, checkpoint: str | Path) -> "tuple[Run, int] | None":
@@ -130,9 +148,21 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the logged steps, in order; a line that a crash cut short is left out."""
+        return [values for _, values in self._logged()]
+
+    def _logged(self) -> list[tuple[bytes, dict[str, Any]]]:
+        """Return the lines of ``metrics.jsonl``, and what they say."""
         if not self.metrics_file.exists():
             return []
-        return [json.loads(line) for line in complete_lines(self.metrics_file)]
+        found = []
+        for number, line in enumerate(complete_lines(self.metrics_file), 1):
+            try:
+                found.append((line, _LOGGED.validate_python(parse_json(line)).model_dump()))
+            except ValueError as error:
+                raise RunError(
+                    f"{self.metrics_file}, line {number}, is damaged: {explain(error)}; delete the line"
+                ) from error
+        return found
 
     def heldout_metrics(self, step: int) -> dict[str, Any] | None:
         """Return what was measured on held-out texts at one step, or None."""
@@ -195,7 +225,8 @@ class Run:
         folder = self._step_folder(step)
         with atomic_folder(folder) as unfinished:
             save_drafter(drafter, unfinished, tensors)
-            torch.save(state | {"step": step}, unfinished / STATE)
+            with naming_write_errors(folder / STATE):
+                torch.save(state | {"step": step}, unfinished / STATE)
             sums = {path.name: sha256(path) for path in sorted(unfinished.iterdir())}
             (unfinished / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
         self._link(LAST, folder)
@@ -224,7 +255,10 @@ class Run:
         try:
             state: dict[str, Any] = torch.load(folder / STATE, weights_only=True)
         except Exception as error:  # whatever unpickling raises: the checksums held, so the file was written so
-            raise RunError(f"{folder / STATE} cannot be read: {error}") from error
+            raise RunError(f"{folder / STATE} cannot be read: {str(error).splitlines()[:1]}") from error
+        missing = [name for name in STATE_KEYS if name not in state] if isinstance(state, dict) else list(STATE_KEYS)
+        if missing:
+            raise RunError(f"{folder / STATE} is not the state of a run: it lacks {', '.join(missing)}")
         self._link_best(state["best_step"])  # a kill may have come between the two links
         return folder, state
 
@@ -232,7 +266,7 @@ class Run:
         """Forget what was logged after a checkpoint that training resumes from."""
         if not self.metrics_file.exists():
             return
-        kept = [line for line in complete_lines(self.metrics_file) if json.loads(line)["step"] <= step]
+        kept = [line for line, values in self._logged() if values["step"] <= step]
         content = b"".join(line + b"\n" for line in kept)
         if content != self.metrics_file.read_bytes():
             with atomic_write(self.metrics_file) as unfinished:
@@ -254,13 +288,23 @@ class Run:
         sync(self.folder)
 
 
+_LOGGED = TypeAdapter(_LoggedStep)
+_CHECKSUMS = TypeAdapter(dict[str, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]])
+
+
 def verify_checksums(checkpoint: Path) -> None:
     """Raise if a file of a checkpoint is missing or is not the one that was written."""
     file = checkpoint / CHECKSUMS
+    advice = "put a good copy back, or train anew with another --out"
     try:
-        sums: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{file} cannot be read: {error}; the checkpoint is incomplete") from error
+        sums = _CHECKSUMS.validate_python(read_json(file, RunError, advice))
+    except ValidationError as error:
+        raise RunError(f"{file} is damaged: {explain(error)}; {advice}") from error
+    unsafe = [name for name in sums if Path(name).name != name]
+    lacking = [name for name in (CONFIG, WEIGHTS, STATE) if name not in sums]
+    if unsafe or lacking:
+        what = f"it names {unsafe[0]!r}" if unsafe else f"it has no checksum of {', '.join(lacking)}"
+        raise RunError(f"{file} is damaged: {what}; {advice}")
     wrong = [
         f"{name} is missing" if not (checkpoint / name).is_file() else f"{name} is damaged: its checksum differs"
         for name, expected in sums.items()

@@ -75,6 +75,54 @@ def test_ctrl_c_says_whether_the_same_command_resumes(run):
     assert run(raises=KeyboardInterrupt(), cls=cli.ResumableVerb) == stopped
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="signals of POSIX")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_ends_a_verb_that_resumes_in_order(run, monkeypatch, name):
+    number, cleaned = getattr(signal, name), []
+
+    def work():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(30)
+        finally:
+            cleaned.append(True)
+
+    assert _call(run, monkeypatch, work) == (128 + number, "", "stopped; the same command resumes\n")
+    assert cleaned
+    assert signal.getsignal(number) is signal.SIG_DFL  # as before
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="signals of POSIX")
+def test_nohup_keeps_its_meaning(run, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert _call(run, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGHUP)) == (0, "", "")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _call(run, monkeypatch, work):
+    tree = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+    tree.command(cls=cli.ResumableVerb)(work)
+    monkeypatch.setattr(cli, "app", tree)
+    return run()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 4 bytes")])
+def test_memory_that_is_not_there_is_one_line(run, error):
+    code, out, err = run(raises=error)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: there is not enough memory; ask for smaller batches")
+    assert err.count("\n") == 1
+
+
+def test_a_message_without_end_loses_its_middle(run):
+    code, _, err = run(raises=BlockdraftError(f"{'x/' * 5000}: no such folder"))
+    assert code == 2
+    assert len(err) < 2100
+    assert err.endswith("x/: no such folder\n")
+
+
 def test_the_verbs_that_resume_are_those_that_keep_their_work():
     tree = typer.main.get_command(cli.app)
     groups = {"": tree, "data ": tree.commands["data"], "recipes ": tree.commands["recipes"]}

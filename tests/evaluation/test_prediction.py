@@ -204,7 +204,7 @@ def test_predictions_of_other_weights_or_texts_are_not_reused(tmp_path):
 def test_damaged_predictions_are_named(tmp_path, content):
     file = tmp_path / "p.json"
     file.write_text(content)
-    with pytest.raises(EvaluationError, match=r"p\.json cannot be read"):
+    with pytest.raises(EvaluationError, match=r"p\.json is damaged"):
         Predictions([file], Protocol())
 
 

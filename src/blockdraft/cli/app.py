@@ -1,7 +1,9 @@
 """The tree of verbs, and what a mistake looks like: one line on stderr, and an exit code."""
 
 import os
+import signal
 import sys
+import threading
 from typing import Annotated, Any
 
 import typer
@@ -17,10 +19,16 @@ from blockdraft.cli.export import export, export_target
 from blockdraft.cli.generate import generate
 from blockdraft.cli.study import study
 from blockdraft.cli.train import estimate, list_recipes, show_recipe, train, validate_recipes
-from blockdraft.errors import BlockdraftError
+from blockdraft.errors import BlockdraftError, first_line, is_out_of_memory
 
 MISTAKE, INTERRUPTED = 2, 130
 """Exit codes: the user can mend it; the user pressed Ctrl-C. A bug shows its traceback and exits with 1."""
+
+
+LONGEST_LINE = 2000
+"""Characters; what is longer is no message but a path or a value without end."""
+
+OUT_OF_MEMORY = "there is not enough memory; ask for smaller batches, shorter texts or a smaller model"
 
 
 class Verb(TyperCommand):
@@ -38,15 +46,50 @@ class Verb(TyperCommand):
             raise  # the reader of our output has left; that is no error
         except OSError as error:
             raise _failed(f"error: {describe(error, ctx.params.get('out'))}", MISTAKE) from error
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise _failed(f"error: {OUT_OF_MEMORY}: {first_line(error)}", MISTAKE) from error
         except KeyboardInterrupt as interrupt:
             again = "; the same command resumes" if self.resumes else ""
             raise _failed(f"stopped{again}", INTERRUPTED) from interrupt
 
 
 class ResumableVerb(Verb):
-    """A verb that continues where it was stopped when the same command is given again."""
+    """A verb that continues where it was stopped when the same command is given again.
+
+    SIGTERM and SIGHUP end it as Ctrl-C does, in order and with a word about resuming; `nohup` keeps its meaning.
+    """
 
     resumes = True
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and turn signals that would end the process without a word into exceptions."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            for name in ("SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, None)
+                if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                    before[number] = signal.signal(number, _stop)
+        try:
+            return super().invoke(ctx)
+        except StopSignalError as stop:
+            raise _failed("stopped; the same command resumes", 128 + stop.number) from stop
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class StopSignalError(BaseException):
+    """A signal asked the process to end; like ``KeyboardInterrupt`` it passes everything that handles errors."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.strsignal(number))
+        self.number = number
+
+
+def _stop(number: int, _frame: Any) -> None:
+    raise StopSignalError(number)
 
 
 class EvaluateVerb(ResumableVerb):
@@ -95,7 +138,9 @@ def describe(error: OSError, out: object = None) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text without line breaks and without characters that could command a terminal."""
+    """Return a text without line breaks and without characters that could command a terminal; the middle may go."""
+    if len(text) > LONGEST_LINE:
+        text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
     return "".join(each if each.isprintable() else " " for each in text)
 
 

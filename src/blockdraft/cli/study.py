@@ -1,7 +1,6 @@
 """``blockdraft study``: the paper's experiment at any size."""
 
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,7 +42,6 @@ def study(
     if plan:
         _show_plan(Study(loaded, folder), devices, tflops, efficiency, tokens_per_text)
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the runs it started are told to stop, too
     print(f"{loaded.name}: {len(loaded.cells)} cells in {folder}, {num_jobs} at a time", file=sys.stderr)
     with Stages() as stages:
         summary = Study(loaded, folder, num_jobs=num_jobs, on_progress=stages.show).run()
@@ -58,7 +56,8 @@ def _show_plan(study: "Study", devices: int, tflops: float, efficiency: float, t
     from rich.console import Console
     from rich.table import Table
 
-    from blockdraft.data import DataError, read_manifest
+    from blockdraft.data import read_manifest
+    from blockdraft.data.manifest import MANIFEST
     from blockdraft.training import estimate
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -67,13 +66,11 @@ def _show_plan(study: "Study", devices: int, tflops: float, efficiency: float, t
     total = 0.0
     for cell in study.recipe.cells:
         num_texts, length = study.recipe.targets[cell.target].num_prompts, tokens_per_text
-        try:
-            manifest = read_manifest(study.data_folder(cell.target))
-            counts = manifest.totals
+        folder = study.data_folder(cell.target)
+        if os.path.lexists(folder / MANIFEST):  # otherwise it is not made yet, and will be what the study asks for
+            counts = read_manifest(folder).totals
             num_texts = max(1, counts.rows)
             length = (counts.prompt_tokens + counts.response_tokens) / num_texts
-        except DataError:
-            pass  # not made yet: what the study asks for
         found = estimate(cell.recipe, num_devices=devices, num_texts=num_texts, tokens_per_text=length)
         hours = found.hours(tflops, efficiency)
         total += hours

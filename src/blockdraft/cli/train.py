@@ -152,7 +152,12 @@ def train(
                 if distributed.is_main:
                     print(line)
             return
-        trainer = Trainer(loaded, target, run, distributed)
+        with Stages(shown=distributed.is_main) as stages:
+
+            def show_features(done: int, of: int) -> None:
+                stages.show("features of the target", done, of)
+
+            trainer = Trainer(loaded, target, run, distributed, show_features)
         if trainer.coverage is not None and distributed.is_main:
             print(trainer.coverage, file=sys.stderr)
         with Stages(shown=distributed.is_main) as stages:
@@ -202,6 +207,8 @@ def _show_estimate(found: "ResourceEstimate", texts: int, tokens_per_text: float
     from rich.console import Console
     from rich.table import Table
 
+    from blockdraft.files import size_in_words as size
+
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -211,21 +218,18 @@ def _show_estimate(found: "ResourceEstimate", texts: int, tokens_per_text: float
     table.add_row("target", f"{found.target_parameters / 1e6:,.1f} M", "parameters")
     table.add_row("drafter", f"{found.drafter_parameters / 1e6:,.1f} M", "parameters")
     table.add_section()
-    table.add_row("data on disk", _size(found.data_bytes), "uncompressed; the files are about half of it")
-    table.add_row("feature cache", _size(found.cache_bytes), "only if data.features is cached")
+    table.add_row("data on disk", size(found.data_bytes), "uncompressed; the files are about half of it")
+    table.add_row("feature cache", size(found.cache_bytes), "only if data.features is cached")
     table.add_section()
     devices = f"on each of {found.num_devices} devices" if found.num_devices > 1 else "on one device"
-    table.add_row("target weights", _size(found.target_bytes), devices)
-    table.add_row("drafter weights", _size(found.drafter_bytes), "float32, and a copy in the computing precision")
-    table.add_row("optimizer", _size(found.optimizer_bytes), "gradients and two moments")
-    table.add_row("activations", _size(found.activation_bytes), "of one micro-batch")
-    table.add_row("logits, fused", _size(found.fused_bytes), f"{_size(found.unfused_bytes)} if they were not fused")
-    table.add_row("together", _size(found.device_bytes), f"{devices}, allocator's waste not counted")
+    table.add_row("target weights", size(found.target_bytes), devices)
+    table.add_row("drafter weights", size(found.drafter_bytes), "float32, and a copy in the computing precision")
+    table.add_row("optimizer", size(found.optimizer_bytes), "gradients and two moments")
+    table.add_row("activations", size(found.activation_bytes), "of one micro-batch")
+    table.add_row(
+        "logits, fused",
+        size(found.fused_bytes),
+        f"{size(found.unfused_bytes)} if they were not fused",
+    )
+    table.add_row("together", size(found.device_bytes), f"{devices}, allocator's waste not counted")
     Console(highlight=False, markup=False, soft_wrap=True).print(table)
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:,.1f} {name}"
-    return f"{num_bytes / 2**10:,.1f} KiB"

@@ -5,32 +5,34 @@ checksummed and mapped into memory. For a drafter over fewer tokens it also hold
 argmax of the whole vocabulary at every position, so that training runs both heads over the drafter's tokens alone.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints
 from torch import Tensor
 
 from blockdraft.data.batches import Batch, pack_tokens
-from blockdraft.data.manifest import DataError, refuse_other_identity
+from blockdraft.data.manifest import Checksum, DataError, refuse_other_identity
 from blockdraft.data.store import TextDataset, check_files, writing
-from blockdraft.files import atomic_write, sha256, write_json
+from blockdraft.files import atomic_write, read_model, refuse_full_disk, sha256, write_json
 from blockdraft.targets import Normalizer, Span, Target, TargetOutput, fingerprint
 
 INDEX = "features.json"
+FileName = Annotated[str, StringConstraints(pattern=r"^(features|normalizer)-\d{5,}\.npy$")]
 TEXTS_PER_FILE = 256
 TOKENS_PER_PASS = 4096
 READERS = 4
 """Threads that read a batch's texts from a cache."""
 
-REPAIR = "Delete the folder; the cache is built anew"
+REPAIR = "delete the folder, and the cache is built anew"
 
 
 class Features(ABC):
@@ -67,18 +69,15 @@ class CacheIndex(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     identity: dict[str, Any]
-    files: dict[str, str] = {}
+    files: dict[FileName, Checksum] = {}
 
     @classmethod
     def read(cls, folder: Path) -> "CacheIndex":
         """Read the index of a cache's folder."""
         path = folder / INDEX
-        if not path.exists():
+        if not os.path.lexists(path):
             raise DataError(f"{folder} is not a feature cache: it has no {INDEX}")
-        try:
-            return cls.model_validate_json(path.read_text(encoding="utf-8"))
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} is damaged: {str(error).splitlines()[0]}. {REPAIR}") from error
+        return read_model(path, cls, DataError, REPAIR)
 
 
 class CachedFeatures(Features):
@@ -105,8 +104,9 @@ class CachedFeatures(Features):
         self.width = (1 + len(layers)) * target.hidden_size
         self.device, self.dtype = target.device, target.dtype
         self._readers = ThreadPoolExecutor(READERS, "features")
-        self._features = self._mapped(name for name in names if name.startswith("features"))
-        self._normalizers = self._mapped(name for name in names if name.startswith("normalizer"))
+        stored = _storage(self.dtype)
+        self._features = self._mapped([n for n in names if n.startswith("features")], (self.width,), stored)
+        self._normalizers = self._mapped([n for n in names if n.startswith("normalizer")], (2,), torch.float64)
 
     def __call__(self, batch: Batch) -> TargetOutput:
         read = batch if batch.loaded else self.load(batch)
@@ -133,8 +133,24 @@ class CachedFeatures(Features):
             pass
         return replace(batch, loaded=(values,) if pairs is None else (values, pairs))
 
-    def _mapped(self, names: Any) -> list[NDArray[Any]]:
-        return [np.load(self.folder / name, mmap_mode="r") for name in names]
+    def _mapped(self, names: Sequence[str], row: tuple[int, ...], dtype: torch.dtype) -> list[NDArray[Any]]:
+        """Map the files into memory; one row a token, of these sizes and this number format, or it is an error."""
+        maps: list[NDArray[Any]] = []
+        if not names:
+            return maps  # a drafter over the whole vocabulary needs no normalizers
+        for name, texts in zip(names, _files(self.dataset), strict=True):
+            wanted = (int(self.dataset.starts[texts.stop] - self.dataset.starts[texts.start]), *row)
+            try:
+                found = np.load(self.folder / name, mmap_mode="r", allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise DataError(f"{self.folder / name} is not an array: {error}; {REPAIR}") from error
+            if found.shape != wanted or found.dtype != np.dtype(str(dtype).split(".")[-1]):
+                raise DataError(
+                    f"{self.folder / name} holds {found.dtype} of shape {found.shape}, not "
+                    f"{str(dtype).split('.')[-1]} of shape {wanted}; {REPAIR}"
+                )
+            maps.append(found)
+        return maps
 
     def _held(self, maps: list[NDArray[Any]], text: int, length: int) -> NDArray[Any]:
         file = text // TEXTS_PER_FILE
@@ -182,6 +198,7 @@ def build_cache(
         index = CacheIndex.read(folder)
         if index.identity == identity and set(index.files) == set(_file_names(len(groups), normalizer_temperature)):
             return  # several runs may read one cache at once
+    refuse_full_disk(folder, _bytes_to_write(folder, target, dataset, layers), "the target's features")
     with writing(folder):
         index = CacheIndex(identity=identity)
         if (folder / INDEX).exists():
@@ -202,6 +219,13 @@ def build_cache(
                 write_json(index.model_dump(), folder / INDEX)
             if on_tokens is not None:
                 on_tokens(int(dataset.starts[texts.stop] - dataset.starts[texts.start]))
+
+
+def _bytes_to_write(folder: Path, target: Target, dataset: TextDataset, layers: Sequence[int]) -> int:
+    """Return what is left to write of a cache, of which an earlier attempt may have written a part."""
+    needed = cache_bytes(len(dataset.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
+    there = sum(file.stat().st_size for file in folder.glob("*.npy")) if folder.is_dir() else 0
+    return max(0, needed - there)
 
 
 def refuse_large_cache(target: Target, dataset: TextDataset, layers: Sequence[int], max_bytes: int) -> None:

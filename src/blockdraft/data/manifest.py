@@ -4,7 +4,7 @@
 earlier versions wrote in the same format are read as well.
 """
 
-import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,11 +24,12 @@ from pydantic import (
 )
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.files import write_json
+from blockdraft.files import explain, read_json, write_json
 from blockdraft.targets import Sampling, Target, fingerprint, template_fingerprint
 
 MANIFEST = "manifest.json"
 FORMAT: Final = 1
+REPAIR = "put a good copy back, or regenerate the data into another folder"
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -199,21 +200,15 @@ def shard_name(shard: int) -> str:
 def read_manifest(folder: str | Path) -> Manifest:
     """Read the manifest of a data folder; one that is damaged or impossible is a `DataError` that names the file."""
     path = Path(folder) / MANIFEST
-    if not path.exists():
+    if not os.path.lexists(path):
         raise DataError(f"{folder} is not a data folder: it has no {MANIFEST}; `blockdraft data regenerate` makes one")
+    values = read_json(path, DataError, REPAIR)
+    if isinstance(values, Mapping) and values.get("format", FORMAT) != FORMAT:
+        raise DataError(f"{path} has format {values['format']!r}; this version of blockdraft reads format {FORMAT}")
     try:
-        values = json.loads(path.read_bytes())
-        if isinstance(values, Mapping) and values.get("format", FORMAT) != FORMAT:
-            raise DataError(f"{path} has format {values['format']!r}; this version of blockdraft reads format {FORMAT}")
         return Manifest.model_validate(values)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    except DataError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path} is damaged: {_reason(error)}. Put a good copy back, or regenerate the data into another folder"
-        ) from error
+    except ValidationError as error:
+        raise DataError(f"{path} is damaged: {explain(error)}; {REPAIR}") from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -237,13 +232,3 @@ def refuse_other_identity(folder: Path, there: Mapping[str, Any], here: Mapping[
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sorted(sum(map(Counter, counts), Counter[str]()).items()))
-
-
-def _reason(error: Exception) -> str:
-    """Say in one line what is wrong, and where in the file."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"]))
-    said = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {said}" if place else said

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.data.prompts import KEYS, LAYOUTS, Dropped, Prompt, PromptError, parse_rows, to_prompt
+from blockdraft.errors import first_line
+from blockdraft.targets.loading import refuse_unreachable_hub
 
 POCKET_SOURCE = "pocket"
 
@@ -80,6 +82,13 @@ def pocket_prompts(seed: int, family: str | None = None) -> Iterator[Prompt]:
         yield Prompt(each.id, each.turns, source=f"pocket/{each.family}")
 
 
+def _was_loaded(name: str, datasets: Any) -> bool:
+    """Tell whether ``datasets`` may have a data set in its cache, which needs no network."""
+    return name.replace("/", "___").lower() in {
+        path.name.lower() for path in Path(datasets.config.HF_DATASETS_CACHE).glob("*")
+    }
+
+
 def load_dataset(name: str, split: str, config: str | None = None, files: Sequence[str] = ()) -> Any:
     """Load a ``datasets.Dataset`` by its id on the hub or from a local folder.
 
@@ -92,10 +101,11 @@ def load_dataset(name: str, split: str, config: str | None = None, files: Sequen
             f"{name}: reading a data set needs the package datasets: pip install 'blockdraft[datasets]'"
         ) from error
     root = name if Path(name).is_dir() else f"hf://datasets/{name}"
+    if not Path(name).is_dir() and not _was_loaded(name, datasets):
+        refuse_unreachable_hub(name, PromptError)
     try:
         if files:
             return datasets.load_dataset("json", data_files=[f"{root}/{file}" for file in files], split="train")
         return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the hub raises whatever its many layers raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PromptError(f"{name}, split {split}: cannot be loaded as a data set: {reason}") from error
+        raise PromptError(f"{name}, split {split}: cannot be loaded as a data set: {first_line(error)}") from error

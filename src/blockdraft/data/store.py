@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -30,6 +31,7 @@ from blockdraft.data.manifest import (
     shard_name,
     write_manifest,
 )
+from blockdraft.errors import first_line
 from blockdraft.files import atomic_write, exclusive, remove_unfinished, sha256
 from blockdraft.targets import Target
 
@@ -42,7 +44,7 @@ SCHEMA = pa.schema(
     ]
 )
 
-REPAIR = f"Put the file back, or delete it and its entry in {MANIFEST} and run data regenerate again to make it anew"
+REPAIR = f"put the file back, or delete it and its entry in {MANIFEST} and run data regenerate again to make it anew"
 
 HELDOUT = 3
 """The number of the random stream that chooses held-out texts; batches use others."""
@@ -116,7 +118,7 @@ def check_files(folder: Path, checksums: Mapping[str, str], repair: str) -> None
         elif sha256(path) != checksum:
             wrong.append(f"{name} is not as it was written (its checksum differs)")
     if wrong:
-        raise DataError(f"{folder}: {'; '.join(wrong)}. {repair}")
+        raise DataError(f"{folder}: {'; '.join(wrong)}; {repair}")
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,8 @@ def open_dataset(folder: str | Path, target: Target | None = None, *, partial: b
         prompts += [column.values.to_numpy() for column in _pieces(table, "prompt_ids")]
         responses += [column.values.to_numpy() for column in _pieces(table, "response_ids")]
     tokens = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+    if target is not None and tokens and max(int(part.max()) for part in tokens) >= target.vocab_size:
+        raise DataError(f"{folder} holds token ids beyond the {target.vocab_size} of {target.name}; {REPAIR}")
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
     digest = hashlib.sha256("/".join(shard.sha256 for shard in manifest.shards.values()).encode())
     return TextDataset(
@@ -224,13 +228,38 @@ def read_completions(folder: str | Path) -> list[Completion]:
 
 
 def _read_shard(folder: Path, name: str, manifest: Manifest) -> Any:
-    table = pq.read_table(folder / name)
+    try:
+        table = pq.read_table(folder / name)
+    except (pa.ArrowException, ValueError) as error:
+        raise DataError(f"{folder / name} is not a Parquet file: {first_line(error)}; {REPAIR}") from error
+    wrong = None
     if table.num_rows != manifest.shards[name].rows:
-        raise DataError(
-            f"{folder / MANIFEST} is damaged: it counts {manifest.shards[name].rows} rows in {name}, which has "
-            f"{table.num_rows}. Put a good copy back, or regenerate the data into another folder"
-        )
+        wrong = f"{folder / MANIFEST} counts {manifest.shards[name].rows} rows in it, and it has {table.num_rows}"
+    elif not table.schema.equals(SCHEMA):
+        columns = ", ".join(f"{field.name} ({field.type})" for field in table.schema)
+        wrong = f"its columns are {columns}"
+    elif table.num_rows:
+        wrong = _wrong_tokens(table, manifest.identity.max_length)
+    if wrong is not None:
+        raise DataError(f"{folder / name} is damaged: {wrong}; put a good copy back, or regenerate into another folder")
     return table
+
+
+def _wrong_tokens(table: Any, max_length: int) -> str | None:
+    """Return what is wrong with the rows of a shard: nulls, texts without a prompt or response, ids, lengths."""
+    if any(column.null_count for column in table.columns):
+        return "values are missing"
+    prompts, responses = table.column("prompt_ids"), table.column("response_ids")
+    lengths = [pc.list_value_length(column).to_numpy() for column in (prompts, responses)]
+    if any((each == 0).any() for each in lengths):
+        return "a prompt or response is empty"
+    if (sum(lengths) > max_length).any():
+        return f"a text has more than {max_length} tokens"
+    for column in (prompts, responses):
+        tokens = pc.list_flatten(column)
+        if tokens.null_count or pc.min(tokens).as_py() < 0:
+            return "token ids are missing or negative"
+    return None
 
 
 def _pieces(table: Any, column: str) -> Any:

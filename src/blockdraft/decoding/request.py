@@ -109,8 +109,7 @@ def check_num_proposals(drafter: Drafter | None, num_proposals: int | None) -> N
 
 def context_limit(target: Target) -> int | None:
     """Return how many tokens the target can read, its ``max_position_embeddings``; None if it does not say."""
-    limit: int | None = getattr(target.config, "max_position_embeddings", None)
-    return limit
+    return target.context_length
 
 
 def room(target: Target, drafter: Drafter | None, num_prompt_tokens: int) -> int | None:
@@ -157,9 +156,12 @@ def _render(target: Target, messages: Sequence[Message]) -> list[int]:
     if target.tokenizer is None or not target.tokenizer.chat_template:
         raise DecodingError(f"{target.name} has no chat template; give the prompt as raw text, or as token ids")
     try:
-        return target.render(messages)
+        ids = target.render(messages)
     except jinja2.TemplateError as error:
         raise DecodingError(f"the chat template of {target.name} refuses these messages: {error}") from error
+    if not ids:
+        raise DecodingError(f"the messages have no tokens under the chat template of {target.name}")
+    return ids
 
 
 def _refuse_undecodable(text: str) -> None:

@@ -4,7 +4,6 @@ Nothing is taken on trust: every name, shape and value of a tensor is checked, a
 """
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,12 +131,7 @@ def load_json(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{folder}: no {CONFIG}; {HOLDS}")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    values = files.read_json(file, CheckpointError)
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds no keys; it must be a JSON object")
     return values
@@ -169,10 +163,11 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def _weight_files(folder: Path) -> list[Path]:
     names = [WEIGHTS]
     if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder / INDEX} cannot be read: {error}") from error
+        index = files.read_json(folder / INDEX, CheckpointError)
+        named = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(named, dict) or not named or not all(isinstance(each, str) for each in named.values()):
+            raise CheckpointError(f"{folder / INDEX} is damaged: its weight_map must name the file of every tensor")
+        names = sorted(set(named.values()))
     for name in names:
         if Path(str(name)).name != name:
             raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not a file of this folder")
@@ -184,7 +179,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write ``model.safetensors``, whole or not at all."""
     whole = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    with files.atomic_write(folder / WEIGHTS) as unfinished:
+    with files.atomic_write(folder / WEIGHTS) as unfinished, files.naming_write_errors(folder / WEIGHTS):
         save_file(whole, unfinished, metadata={"format": "pt"})
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from blockdraft.decoding import Generation
 from blockdraft.evaluation.candidates import Candidate
@@ -26,10 +26,9 @@ from blockdraft.evaluation.results import (
     Quantity,
     Results,
     Strict,
-    explain_validation,
 )
 from blockdraft.evaluation.tasks import Task
-from blockdraft.files import complete_lines
+from blockdraft.files import complete_lines, explain, parse_json
 from blockdraft.verification import Rule
 
 PHASES = ("prefill", "draft", "verify", "rest")
@@ -104,10 +103,10 @@ class RecordFiles:
         for file in sorted(self.folder.glob("*.jsonl")):
             for number, line in enumerate(complete_lines(file, truncate=file == self.own), 1):
                 try:
-                    yield DecodedPrompt.model_validate_json(line)
-                except ValidationError as error:
+                    yield DecodedPrompt.model_validate(parse_json(line))
+                except ValueError as error:
                     raise EvaluationError(
-                        f"{file}, line {number}, is damaged: {explain_validation(error)}; delete the line and run the "
+                        f"{file}, line {number}, is damaged: {explain(error)}; delete the line and run the "
                         "same command again"
                     ) from error
 

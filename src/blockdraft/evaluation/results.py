@@ -3,17 +3,17 @@
 ``docs/guides/evaluation.md`` explains every field to users; names here and there agree.
 """
 
+import os
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from blockdraft.decoding import ProposalChoice
 from blockdraft.errors import BlockdraftError
-from blockdraft.files import atomic_write
+from blockdraft.files import Model, atomic_write
+from blockdraft.files import read_model as read_strictly
 from blockdraft.verification import Rule
-
-Model = TypeVar("Model", bound=BaseModel)
 
 Choice = Literal["paper", "best", "one-hot"]
 """How a draft temperature was chosen: the target's own (0 under greedy verification), the one with the largest
@@ -347,18 +347,6 @@ def write_model(model: BaseModel, file: Path, *, indent: int | None = 1) -> None
 
 def read_model(file: Path, kind: type[Model]) -> Model:
     """Read a model from JSON; `EvaluationError` names the file and what is wrong with it."""
-    try:
-        return kind.model_validate_json(file.read_bytes())
-    except FileNotFoundError:
-        raise EvaluationError(f"{file.parent} has no {file.name}; `blockdraft evaluate --out` writes it") from None
-    except OSError as error:
-        raise EvaluationError(f"{file} cannot be read: {error}") from error
-    except ValidationError as error:
-        reason = explain_validation(error)
-        raise EvaluationError(f"{file} cannot be read: {reason}; it is damaged, or of another version") from error
-
-
-def explain_validation(error: ValidationError) -> str:
-    """Say the first mistake of a validation in one line."""
-    first = error.errors(include_url=False)[0]
-    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+    if not os.path.lexists(file):
+        raise EvaluationError(f"{file.parent} has no {file.name}; `blockdraft evaluate --out` writes it")
+    return read_strictly(file, kind, EvaluationError, "it was changed, or is of another version")

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 from blockdraft.data import Prompt, read_prompts
 from blockdraft.data.prompts import parse_rows
 from blockdraft.data.sources import load_dataset
-from blockdraft.evaluation.results import EvaluationError, TaskAbout, explain_validation
+from blockdraft.evaluation.results import EvaluationError, TaskAbout
+from blockdraft.files import explain
 from blockdraft.pocket import FAMILIES, Family, heldout
 
 
@@ -217,7 +218,7 @@ def read_categories(file: Path) -> dict[str, list[Prompt]] | None:
             if prompt.id in ids:
                 raise ValueError(f"the id {prompt.id!r} is taken by an earlier row; ids must differ")
         except ValidationError as error:
-            raise EvaluationError(f"{file}, {where}: {explain_validation(error)}") from error
+            raise EvaluationError(f"{file}, {where}: {explain(error)}") from error
         except ValueError as error:
             raise EvaluationError(f"{file}, {where}: {error}") from error
         if any(WITHHELD in text for text in prompt.turns):

@@ -46,7 +46,7 @@ from blockdraft.drafters.formats import (
     write_config,
 )
 from blockdraft.export.card import CARD, RunFacts, write_card
-from blockdraft.files import atomic_folder
+from blockdraft.files import atomic_folder, refuse_full_disk
 from blockdraft.targets import DTYPES, Target
 
 FILES = frozenset({CONFIG, WEIGHTS, CARD})
@@ -131,11 +131,12 @@ def export_drafter(
     except FormatError as error:
         raise CheckpointError(f"this drafter cannot be exported as {flavour}: {error}") from error
     tensors = exported_tensors(drafter, target, dtype)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    refuse_full_disk(folder, num_bytes, "the weights")
     with replacing(folder, FILES, force=force) as unfinished:
         write_tensors(tensors, unfinished)
         write_json(values, unfinished)
         write_card(unfinished, drafter.config, target, flavour, around, facts or RunFacts())
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return Exported(folder, flavour, around.dtype, len(tensors), num_bytes, around.verifier)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from blockdraft.drafters import CheckpointError
 from blockdraft.export.card import CARD, licence_of, public_name, save_card
 from blockdraft.export.drafter import replacing
-from blockdraft.files import write_json
+from blockdraft.files import naming_write_errors, refuse_full_disk, write_json
 from blockdraft.targets import Target, UnsupportedTargetError
 
 FILES = frozenset(
@@ -37,9 +37,12 @@ def export_target(target: Target, folder: str | Path, *, force: bool = False) ->
             tokenizer.mask_token = name
     if tokenizer.mask_token_id not in (None, mask):
         raise CheckpointError(f"{target.name}: the tokenizer would not keep {mask} as its mask token")
+    weights = target.model.parameters()
+    refuse_full_disk(folder, sum(each.numel() * each.element_size() for each in weights), "the weights")
     with replacing(folder, FILES, force=force) as unfinished:
-        target.model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+        with naming_write_errors(folder):
+            target.model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
         _rewrite(unfinished / "config.json", readable_config)
         _rewrite(unfinished / "tokenizer_config.json", readable_tokenizer)
         licence, dtype = licence_of(target), str(target.dtype).removeprefix("torch.")

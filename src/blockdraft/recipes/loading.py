@@ -9,6 +9,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from blockdraft.files import read_bytes
 from blockdraft.recipes.schema import Recipe, RecipeError
 
 FOLDER = Path(__file__).parent
@@ -133,7 +134,7 @@ def _file_values(path: Path) -> dict[str, Any]:
 def read_yaml_file(path: Path) -> dict[str, Any]:
     """Read a mapping from a YAML file; a `RecipeError` names the file and what is wrong with it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not a text file: {error}") from error
     values = _read_yaml(text, str(path))

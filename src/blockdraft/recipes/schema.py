@@ -23,7 +23,7 @@ class RecipeError(BlockdraftError):
 class Section(BaseModel):
     """A part of a recipe: frozen, and strict about keys it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):

@@ -21,7 +21,8 @@ from pathlib import Path
 import yaml
 
 from blockdraft.files import atomic_write, exclusive
-from blockdraft.runs import Run, RunError
+from blockdraft.recipes.loading import read_yaml_file
+from blockdraft.runs import Run
 from blockdraft.study.plan import Cell, StudyError, StudyRecipe
 from blockdraft.study.summary import StudySummary, summarize
 
@@ -109,20 +110,18 @@ class Study:
 
     def steps_done(self, cell: Cell) -> tuple[int, int | None]:
         """Return the steps that a cell has taken, and how many it will take; None if that is not known yet."""
-        try:
-            run = Run.open(self.run_folder(cell))
-        except RunError:
+        if not Run.is_run(self.run_folder(cell)):
             return 0, None
+        run = Run.open(self.run_folder(cell))
         metrics = run.metrics()
         saved = max(run.checkpoints(), default=0)
         return max(saved, metrics[-1]["step"] if metrics else 0), run.info.num_steps
 
     def is_trained(self, cell: Cell) -> bool:
         """Return whether a cell's last checkpoint is the end of its training."""
-        try:
-            run = Run.open(self.run_folder(cell))
-        except RunError:
+        if not Run.is_run(self.run_folder(cell)):
             return False
+        run = Run.open(self.run_folder(cell))
         return run.info.num_steps in run.checkpoints()
 
     # Doing it
@@ -142,8 +141,8 @@ class Study:
     def _remember(self) -> None:
         file = self.out / "study.yaml"
         text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
-        if file.exists() and file.read_text(encoding="utf-8") != text:
-            before = yaml.safe_load(file.read_text(encoding="utf-8"))
+        before = read_yaml_file(file) if os.path.lexists(file) else None
+        if before is not None and before != yaml.safe_load(text):
             grown = before | {
                 key: value for key, value in yaml.safe_load(text).items() if key in ("seeds", "objectives")
             }

@@ -2,19 +2,30 @@
 
 import difflib
 import importlib.util
+import logging
+import socket
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
 from blockdraft.distributed import choose_device
+from blockdraft.errors import BlockdraftError, first_line, is_out_of_memory
 from blockdraft.pocket import MODEL_FOLDER
 from blockdraft.targets.target import Target, UnsupportedTargetError, choose_layers
 
 POCKET_FOLDER = MODEL_FOLDER
 EMBEDDED = ("pocket", "smollm2")
+
+SECONDS_FOR_THE_HUB = 5.0
+"""How long the Hugging Face Hub may take to take a call."""
 
 SMOLLM2_MASK = "<empty_output>"
 """A special token of SmolLM2's pre-training that its chats never use."""
@@ -52,26 +63,18 @@ def load_target(
         return _smollm2(dtype, where, mask_token_id)
     source = _source(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    try:
+    with _told(f"{name}: neither an embedded target ({', '.join(EMBEDDED)}) nor a model that can be read"):
         AutoConfig.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
-        raise UnsupportedTargetError(
-            f"{name}: neither an embedded target ({', '.join(EMBEDDED)}) nor a model that can be read: "
-            f"{_first_line(error)}"
-        ) from error
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    except (OSError, ImportError) as error:
-        raise UnsupportedTargetError(f"{name}: its weights cannot be read: {_first_line(error)}") from error
-    except ValueError as error:
-        raise UnsupportedTargetError(f"{name}: not a causal language model: {_first_line(error)}") from error
-    try:
+    with _told(f"{name}: its weights cannot be read as those of a causal language model"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        model, found = loaded
+    _refuse_missing(name, found["missing_keys"])
+    with _told(f"{name}: its tokenizer cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UnsupportedTargetError(f"{name}: its tokenizer cannot be read: {_first_line(error)}") from error
-    return Target(_placed(model, where), tokenizer, name=name, mask_token_id=mask_token_id)
+    with _told(f"{name}: it cannot be run"):
+        return Target(_placed(model, where), tokenizer, name=name, mask_token_id=mask_token_id)
 
 
 class TargetShape:
@@ -91,7 +94,7 @@ class TargetShape:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model; a head that is tied to the embedding counts once."""
-        with torch.device("meta"):
+        with torch.device("meta"), _told(f"{self.name}: no model can be made of its configuration"):
             model = AutoModelForCausalLM.from_config(self.config)
         return sum(parameter.numel() for parameter in model.parameters())
 
@@ -102,15 +105,11 @@ def target_shape(name: str, fields: dict[str, Any] | None = None) -> TargetShape
         fields = SMOLLM2_SHAPE
     if fields is not None:
         fields = dict(fields)
-        try:
+        with _told(f"{name}: target.shape lacks or mistakes something"):
             return TargetShape(name, AutoConfig.for_model(fields.pop("model_type"), **fields))
-        except (KeyError, ValueError) as error:
-            raise UnsupportedTargetError(f"{name}: target.shape lacks or mistakes {error}") from error
-    try:
-        config = AutoConfig.from_pretrained(POCKET_FOLDER if name == "pocket" else name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UnsupportedTargetError(f"{name}: its configuration cannot be read: {_first_line(error)}") from error
-    return TargetShape(name, config)
+    source = _source(name)
+    with _told(f"{name}: its configuration cannot be read"):
+        return TargetShape(name, AutoConfig.from_pretrained(source, trust_remote_code=False))
 
 
 def _source(name: str) -> str | Path:
@@ -123,14 +122,52 @@ def _source(name: str) -> str | Path:
             )
         return POCKET_FOLDER
     folder = Path(name)
+    if not name.strip():
+        raise UnsupportedTargetError("the target has no name; give pocket, smollm2, a Hugging Face id or a folder")
     if folder.is_dir():
+        special = [path for path in folder.iterdir() if path.exists() and not path.is_file() and not path.is_dir()]
+        if special:
+            raise UnsupportedTargetError(f"{name}: {special[0].name} is a device or a pipe, not a file")
         return folder
+    if folder.exists():
+        raise UnsupportedTargetError(f"{name} is a file; a target is a folder with config.json, weights and tokenizer")
     if folder.is_absolute() or name.startswith((".", "~")):
         raise UnsupportedTargetError(f"{name}: no such folder")
-    near = difflib.get_close_matches(name, EMBEDDED, n=1)
+    near = difflib.get_close_matches(name.lower(), EMBEDDED, n=1)
     if near:
         raise UnsupportedTargetError(f"{name}: no such target or folder; did you mean {near[0]}?")
+    if not _is_cached(name):
+        refuse_unreachable_hub(name, UnsupportedTargetError)
     return name
+
+
+def _is_cached(name: str) -> bool:
+    """Tell whether a model was downloaded before; refuse a name that can be no id on the Hugging Face Hub."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except (HFValidationError, OSError) as error:
+        raise UnsupportedTargetError(f"{name}: no such folder, and not the id of a model on the Hub") from error
+
+
+def refuse_unreachable_hub(name: str, mistake: type[BlockdraftError]) -> None:
+    """Raise at once if a name can only come from the Hugging Face Hub and that cannot be reached.
+
+    Otherwise the Hub's own client tries for half a minute, five times, before it says so.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
+        return  # the client itself does not ask, or asks somebody else
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=SECONDS_FOR_THE_HUB).close()
+    except OSError as error:
+        raise mistake(
+            f"{name}: no such folder here, and {hub.hostname} cannot be reached: {error.strerror or error}"
+        ) from error
 
 
 def _smollm2(dtype: torch.dtype, device: torch.device, mask_token_id: int | None) -> Target:
@@ -160,5 +197,26 @@ def _placed(model: PreTrainedModel, where: torch.device | torch.dtype) -> PreTra
     return model
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn whatever the many layers of transformers, tokenizers and safetensors raise into one line; hush their own."""
+    loudness = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    except BlockdraftError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UnsupportedTargetError(f"{what}: {first_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(loudness)
+
+
+def _refuse_missing(name: str, missing: Iterable[str]) -> None:
+    """Raise if weights are not in the files: transformers fills them with random numbers and a warning."""
+    names = sorted(missing)
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise UnsupportedTargetError(f"{name}: its weights lack {shown}; the folder is incomplete, or of another model")

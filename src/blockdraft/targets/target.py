@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from blockdraft.errors import BlockdraftError
+from blockdraft.errors import BlockdraftError, first_line
 from blockdraft.targets.attention import Span, SpanAttention, attending, span_positions
 from blockdraft.targets.cache import KVCache
 from blockdraft.targets.decoder import Decoder, decoder_of
@@ -79,12 +80,14 @@ class Target:
         self.name = name
         self.config = model.config
         _refuse_unsupported(model, name)
+        _refuse_non_finite(model, name)
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
         self.head = _weight(model.get_output_embeddings())
         self.embedding = _weight(model.get_input_embeddings())
         self.vocab_size = self.head.shape[0]
-        self.eos_ids = _eos_ids(model, tokenizer)
+        self.eos_ids = _eos_ids(model, tokenizer, name)
+        self._context_length = _context_length(self.config, name)
         self._given_mask = mask_token_id
         self._features: dict[int, Tensor] = {}
         self.use_decoder = True
@@ -104,8 +107,7 @@ class Target:
     @property
     def context_length(self) -> int | None:
         """The longest text, prompt and response together, that the positions allow; None if the config is silent."""
-        limit = getattr(self.config, "max_position_embeddings", None)
-        return None if limit is None else int(limit)
+        return self._context_length
 
     @property
     def mask_token_id(self) -> int:
@@ -197,16 +199,30 @@ class Target:
         """Return the token ids of a conversation under the model's chat template, with thinking off."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise UnsupportedTargetError(f"{self.name} has no chat template; give token ids instead of messages")
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=False
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=False
+            )
+        except jinja2.TemplateError:
+            raise  # the template's own word about these messages
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise UnsupportedTargetError(f"{self.name}: its chat template fails: {first_line(error)}") from error
         return self.encode(str(text))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text as it stands; no special token is added."""
         if self.tokenizer is None:
             raise UnsupportedTargetError(f"{self.name} has no tokenizer")
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # whatever the tokenizer's layers raise
+            raise UnsupportedTargetError(f"{self.name}: its tokenizer fails: {first_line(error)}") from error
+        outside = next((token for token in ids if token >= self.embedding.shape[0]), None)
+        if outside is not None:
+            raise UnsupportedTargetError(
+                f"{self.name}: its tokenizer gives the token {outside}, and its embedding has "
+                f"{self.embedding.shape[0]} rows; the tokenizer is of another model"
+            )
         return ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -296,17 +312,35 @@ def _refuse_unsupported(model: PreTrainedModel, name: str) -> None:
         raise UnsupportedTargetError(f"{name}: the output head must be a plain matrix without bias")
 
 
+def _refuse_non_finite(model: PreTrainedModel, name: str) -> None:
+    """Raise if weights hold NaN or infinity, which greedy choices would hide."""
+    for which, tensor in model.named_parameters():
+        if tensor.is_floating_point() and tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
+            raise UnsupportedTargetError(f"{name}: {which} holds NaN or infinity; the weights are damaged")
+
+
 def _weight(module: Any) -> Tensor:
     weight: Tensor = module.weight
     return weight
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> frozenset[int]:
     ids: set[int] = set()
     for source in (model.config, getattr(model, "generation_config", None), tokenizer):
         eos = getattr(source, "eos_token_id", None)
-        ids.update([eos] if isinstance(eos, int) else eos or [])
+        several = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+        wrong = [each for each in several if type(each) is not int or each < 0]
+        if wrong:
+            raise UnsupportedTargetError(f"{name}: eos_token_id is {wrong[0]!r}, which is not a token id")
+        ids.update(several)
     return frozenset(ids)
+
+
+def _context_length(config: Any, name: str) -> int | None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and (type(limit) is not int or limit < 2):
+        raise UnsupportedTargetError(f"{name}: max_position_embeddings is {limit!r}, which is not a number of tokens")
+    return limit
 
 
 FINGERPRINT_SAMPLES = 1024

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,11 +25,11 @@ from blockdraft.data import Batch, BatchSampler, CachedFeatures, Features, Onlin
 from blockdraft.data.features import build_cache, refuse_large_cache
 from blockdraft.distributed import Distributed, shard_frozen
 from blockdraft.errors import BlockdraftError
-from blockdraft.files import exclusive
+from blockdraft.files import exclusive, refuse_full_disk
 from blockdraft.losses import Annealing, Objective
 from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, RecipeError, is_annealed
-from blockdraft.runs import Run, RunInfo, RunTarget
+from blockdraft.runs import Run, RunError, RunInfo, RunTarget
 from blockdraft.targets import Sampling, Target, fingerprint
 from blockdraft.training.compiling import compiles
 from blockdraft.training.initialization import new_drafter, with_shape
@@ -75,8 +76,17 @@ class Trainer:
     """
 
     def __init__(
-        self, recipe: Recipe, target: Target, folder: str | Path, distributed: Distributed | None = None
+        self,
+        recipe: Recipe,
+        target: Target,
+        folder: str | Path,
+        distributed: Distributed | None = None,
+        on_features: Callable[[int, int], None] | None = None,
     ) -> None:
+        """Check everything, build what is missing of a feature cache, and load the last checkpoint if there is one.
+
+        on_features: called while a cache is built, with the tokens that are done and all there are.
+        """
         if recipe.runtime.threads is not None:
             torch.set_num_threads(recipe.runtime.threads)
         if recipe.data.path is None:
@@ -108,7 +118,7 @@ class Trainer:
             self.sampler, rank=self.distributed.rank, world_size=self.distributed.world_size,
             accumulation=recipe.batch.gradient_accumulation_steps, prepare=self._prepare,
         )  # fmt: skip
-        self.features = self._make_features(training)
+        self.features = self._make_features(training, on_features)
         self._prepare_measuring(heldout)
         self._prepare_modules()
         tokens_per_step = recipe.batch.num_texts * len(training.tokens) / max(1, len(training))
@@ -134,11 +144,13 @@ class Trainer:
             log: MetricsLog | None = None
             if self.distributed.is_main:
                 stack.enter_context(exclusive(self.run.folder))
+                self._refuse_full_disk()
                 self.run.truncate_metrics(self.step or -1)
                 log = MetricsLog(self.run.metrics_file, self.recipe)
                 stack.callback(log.close)
             for each in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM)):
-                stack.callback(signal.signal, each, signal.signal(each, self._ask_to_stop))
+                if signal.getsignal(each) is not signal.SIG_IGN:  # under nohup a hang-up means nothing
+                    stack.callback(signal.signal, each, signal.signal(each, self._ask_to_stop))
             return self._train(log, on_step or (lambda _progress: None))
 
     def _train(self, log: MetricsLog | None, on_step: Callable[[Progress], None]) -> dict[str, Any]:
@@ -291,17 +303,26 @@ class Trainer:
         batch = self.features.load(batch)
         return batch.pinned() if self.distributed.device.type == "cuda" else batch
 
-    def _make_features(self, training: TextDataset) -> Features:
+    def _make_features(self, training: TextDataset, show: Callable[[int, int], None] | None) -> Features:
         layers, data, temperature = self.config.target_layers, self.recipe.data, self._normalizer_temperature
         if data.features == "online":
             return OnlineFeatures(self.target, layers, temperature)
         assert data.cache is not None
         max_bytes = int(data.cache_gib * 2**30)
         refuse_large_cache(self.target, training, layers, max_bytes)
+        done = 0
+
+        def count(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            if show is not None:
+                show(done, len(training.tokens))
+
         if self.distributed.is_main:
             build_cache(
-                data.cache, self.target, training, layers, max_bytes=max_bytes, normalizer_temperature=temperature
-            )
+                data.cache, self.target, training, layers, max_bytes=max_bytes, normalizer_temperature=temperature,
+                on_tokens=count,
+            )  # fmt: skip
         self.distributed.barrier()
         return CachedFeatures(data.cache, self.target, training, layers, temperature)
 
@@ -359,6 +380,10 @@ class Trainer:
                 )
             self._resume(run)
         else:
+            if os.path.lexists(folder / "steps"):
+                raise RunError(
+                    f"{folder} has checkpoints but no run.json, so nobody knows of what; choose another --out"
+                )
             run = Run.create(folder, info) if self.distributed.is_main else Run(folder, info)
         self.distributed.barrier()
         return run
@@ -381,6 +406,13 @@ class Trainer:
             return frozenset()
         epochs = range(1, self.recipe.optimizer.num_train_epochs + 1)
         return frozenset(min(epoch * self.sampler.steps_per_epoch, self.num_steps) for epoch in epochs)
+
+    def _refuse_full_disk(self) -> None:
+        """Raise if the checkpoints that will stand side by side have no room: weights and two moments in float32."""
+        each = 12 * sum(parameter.numel() for parameter in self.drafter.parameters())
+        there = len(self.run.checkpoints())
+        at_once = 3 + len(self._kept_steps())  # the last, the best, the one that is being written, and those to keep
+        refuse_full_disk(self.run.folder, each * max(1, at_once - there), "the checkpoints")
 
     # Stopping
 
