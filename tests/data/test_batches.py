@@ -139,7 +139,7 @@ def test_every_position_that_predicts_a_label_is_read_once(lengths, num_proposal
     assert torch.equal(read[batch.read_index][batch.valid], batch.at_blocks(where)[batch.valid])
     assert set(batch.read_index[batch.valid].tolist()) == set(range(len(read)))
     some = slice(first % len(batch.valid), first % len(batch.valid) + num_blocks)
-    begin, end = batch.read_bounds[some, 0].min(), batch.read_bounds[some, 1].max()
+    begin, end = min(low for low, _ in batch.read_bounds[some]), max(high for _, high in batch.read_bounds[some])
     assert batch.read_index[some].unique().tolist() == list(range(begin, end))  # neighbours read neighbours
 
 

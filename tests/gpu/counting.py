@@ -8,7 +8,6 @@ Each recipe takes one step of one device's share of the paper's batch: 2,048 blo
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import sys
@@ -134,7 +133,6 @@ def set_up() -> None:
     Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
 
-@functools.cache
 def make_target(name: str) -> Target:
     """Build the target of a shipped recipe on the fake device, in bfloat16."""
     recipe = load_recipe(name)

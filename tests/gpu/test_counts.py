@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from blockdraft.losses import objective_names
+from blockdraft.recipes import load_recipe
+from blockdraft.training import estimate
 
 COUNTING = Path(__file__).parent / "counting.py"
 
@@ -27,21 +29,32 @@ def count(*arguments):
 
 @pytest.mark.slow
 def test_a_whole_step_stays_within_its_budget():
-    """Target, drafter, objective, optimizer: 2,048 blocks of Qwen3-4B."""
+    """Target, drafter, objective, optimizer: 2,048 blocks of Qwen3-4B, on a step that is not logged."""
     found = count("qwen3-4b-dflash-bv")["qwen3-4b-dflash-bv"]
-    assert found["launches"] <= 4_797
-    assert found["waits"] <= 8, found["waits_by_line"]
-    assert found["copies"] <= 10, found["copies_by_line"]
-    assert found["bytes_per_logit"] <= 20
-    assert found["peak_gib"] <= 44.4
+    assert found["launches"] <= 4_221
+    assert found["waits"] == 0, found["waits_by_line"]
+    assert found["copies"] <= 9, found["copies_by_line"]
+    assert found["blocking_copies"] == 0
+    assert found["bytes_per_logit"] <= 16.8
 
 
 @pytest.mark.slow
 def test_every_objective_and_both_drafters_run_on_a_gpu_at_full_size():
-    """Devices meet nowhere, every weight gets a gradient, and none waits for the device more often than another."""
+    """Devices meet nowhere, every weight gets a gradient, and the host waits once, to read what is logged."""
     kinds = ("qwen3-4b-dflash-bv", "qwen3-4b-dspark-bv")
-    for found in count("--objectives", *kinds).values():
+    for recipe, found in count("--objectives", *kinds).items():
         assert sorted(found) == objective_names()
-        assert {each["waits"] for each in found.values()} == {7}
+        assert {each["waits"] for each in found.values()} == {1}
         assert {each["copies"] for each in found.values()} == {9}
-        assert all(each["bytes_per_logit"] <= 32 for each in found.values())
+        assert {each["blocking_copies"] for each in found.values()} == {0}
+        assert all(each["bytes_per_logit"] <= (29 if "dspark" in recipe else 21) for each in found.values())
+        assert all(each["launches"] <= 2_800 for each in found.values())
+
+
+@pytest.mark.slow
+def test_the_estimate_is_within_a_tenth_of_the_counted_peak():
+    names = [f"qwen3-{size}-{kind}-bv" for size in ("4b", "8b") for kind in ("dflash", "dspark")]
+    fields = ["batch.num_texts=4", "batch.num_anchors=2048", "runtime.device=cuda"]
+    for name, found in count("--skip-target", *names).items():
+        said = estimate(load_recipe(name, fields), num_devices=1, num_texts=100, tokens_per_text=1000.0)
+        assert said.device_bytes / 2**30 == pytest.approx(found["peak_gib"], rel=0.1), name

@@ -116,7 +116,7 @@ def test_each_row_is_multiplied_once(monkeypatch):
     ("index", "message"),
     [
         (TargetIndex(torch.zeros(5, 3, dtype=torch.long)), r"target_index must be \[N, B\] = \[12, 4\]"),
-        (TargetIndex(torch.zeros(12, 4, dtype=torch.long), torch.zeros(12)), r"bounds must be \[N, 2\]"),
+        (TargetIndex(torch.zeros(12, 4, dtype=torch.long), [(0, 1)] * 11), "bounds must be a pair for each of 12"),
     ],
 )
 def test_bad_input_is_named(index, message):

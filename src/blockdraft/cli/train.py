@@ -70,12 +70,12 @@ def estimate(
     assignments: Assignments = None,
     devices: Annotated[int, typer.Option(metavar="N", min=1, help="How many devices train together.")] = 1,
     tflops: Annotated[
-        float | None,
-        typer.Option(metavar="X", min=0.001, help="The peak rate of a device in TFLOP/s; prints hours if given."),
-    ] = None,
+        float,
+        typer.Option(metavar="X", min=0.001, help="The peak rate of a device in TFLOP/s; that of an H100 by default."),
+    ] = 989.0,
     efficiency: Annotated[
         float, typer.Option(metavar="X", min=0.001, max=1.0, help="The share of the peak rate to assume.")
-    ] = 0.2,
+    ] = 0.4,
     texts: Annotated[
         int, typer.Option(metavar="N", min=1, help="How many texts to assume if the recipe sets no data.path.")
     ] = 100_000,
@@ -97,18 +97,15 @@ def estimate(
 
     loaded = load_recipe(recipe, assignments)
     if loaded.data.path is not None:
-        counts = read_manifest(loaded.data.path).totals
-        texts = max(1, counts.rows)
-        tokens_per_text = (counts.prompt_tokens + counts.response_tokens) / texts
+        texts, tokens_per_text = read_manifest(loaded.data.path).totals.texts_and_length
     found = compute(loaded, num_devices=devices, num_texts=texts, tokens_per_text=tokens_per_text)
     if as_json:
-        hours = None if tflops is None else found.hours(tflops, efficiency)
+        hours = found.hours(tflops, efficiency)
         print_json(asdict(found) | {"device_bytes": found.device_bytes, "hours": hours})
     else:
         _show_estimate(found, texts, tokens_per_text)
-        if tflops is not None:
-            hours = found.hours(tflops, efficiency)
-            print(f"about {hours:,.1f} hours at {efficiency:.0%} of {tflops:g} TFLOP/s a device")
+        hours = found.hours(tflops, efficiency)
+        print(f"about {hours:,.1f} hours at an assumed {efficiency:.0%} of {tflops:g} TFLOP/s a device")
 
 
 def train(
@@ -132,14 +129,26 @@ def train(
     For several processes: torchrun --nproc-per-node N -m blockdraft train ...
     """
     from blockdraft.cli.progress import Stages
+    from blockdraft.data import read_manifest
     from blockdraft.distributed import Distributed
     from blockdraft.recipes import load_recipe
     from blockdraft.targets import load_target
-    from blockdraft.training import Progress, StoppedError, Trainer, TrainingError
+    from blockdraft.training import Progress, StoppedError, Trainer, TrainingError, fit
     from blockdraft.training import dry_run as check
+    from blockdraft.training.capacity import device_memory
 
     loaded = load_recipe(recipe, assignments)
     distributed = Distributed(loaded.runtime.device)
+    memory = device_memory(distributed.device)
+    if memory is not None and loaded.data.path is not None:
+        texts, tokens_per_text = read_manifest(loaded.data.path).totals.texts_and_length
+        asked = loaded.batch.gradient_accumulation_steps
+        loaded = fit(
+            loaded, memory, num_devices=distributed.world_size, num_texts=texts, tokens_per_text=tokens_per_text
+        )
+        steps = loaded.batch.gradient_accumulation_steps
+        if steps != asked and distributed.is_main:
+            print(f"batch.gradient_accumulation_steps={steps}, so that a step fits into the device", file=sys.stderr)
     run = out or Path("runs") / Path(recipe).stem
     try:
         with distributed.in_turn():
@@ -226,10 +235,7 @@ def _show_estimate(found: "ResourceEstimate", texts: int, tokens_per_text: float
     table.add_row("drafter weights", size(found.drafter_bytes), "float32, and a copy in the computing precision")
     table.add_row("optimizer", size(found.optimizer_bytes), "gradients and two moments")
     table.add_row("activations", size(found.activation_bytes), "of one micro-batch")
-    table.add_row(
-        "logits, fused",
-        size(found.fused_bytes),
-        f"{size(found.unfused_bytes)} if they were not fused",
-    )
-    table.add_row("together", size(found.device_bytes), f"{devices}, allocator's waste not counted")
+    table.add_row("backward pass", size(found.backward_bytes), "beside them, at one time; or")
+    table.add_row("logits, fused", size(found.fused_bytes), f"{size(found.unfused_bytes)} if they were not fused")
+    table.add_row("peak", size(found.device_bytes), f"{devices}; allocator's waste and CUDA context not counted")
     Console(highlight=False, markup=False, soft_wrap=True).print(table)

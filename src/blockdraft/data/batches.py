@@ -62,7 +62,7 @@ class Batch:
     valid: ``[A, B]`` which of them exist: a prefix of each block.
     read_positions: ``[P]`` the positions, counted through all rows, whose hidden state predicts a label of a block.
     read_index: ``[A, B]`` which of them predicts each label; where there is none, one that the block reads anyhow.
-    read_bounds: ``[A, 2]`` always on the CPU: block a reads ``read_bounds[a, 0] <= p < read_bounds[a, 1]``.
+    read_bounds: for each block the first p that it reads, and the one behind the last.
     uniforms: ``[A]`` of `TextAnchors`, where anchors walk.
     loaded: what `Features.load` read for the batch ahead of time.
     segments: ``[A]`` always on the CPU: a number for each block, the same for blocks at consecutive anchors of one run.
@@ -77,7 +77,7 @@ class Batch:
     valid: Tensor
     read_positions: Tensor
     read_index: Tensor
-    read_bounds: Tensor
+    read_bounds: list[tuple[int, int]]
     uniforms: Tensor | None = None
     segments: Tensor | None = None
     loaded: tuple[Tensor, ...] = ()
@@ -350,7 +350,7 @@ def collate(chosen: Sequence[TextAnchors], dataset: TextDataset, num_proposals: 
         valid=valid,
         read_positions=read_positions,
         read_index=read_index,
-        read_bounds=torch.stack([read_index.amin(-1), read_index.amax(-1) + 1], -1),
+        read_bounds=list(zip(read_index.amin(-1).tolist(), (read_index.amax(-1) + 1).tolist(), strict=True)),
         uniforms=_uniforms(chosen),
         segments=_segments(chosen),
     )

@@ -117,6 +117,12 @@ class Totals(_Strict):
     finish_reasons: Counts
     dropped: Counts
 
+    @property
+    def texts_and_length(self) -> tuple[int, float]:
+        """Give the number of texts, at least one, and their mean length in tokens."""
+        texts = max(1, self.rows)
+        return texts, (self.prompt_tokens + self.response_tokens) / texts
+
 
 class ShardRecord(Totals):
     """One shard: its counts and the SHA-256 checksum of its file."""

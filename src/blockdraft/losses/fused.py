@@ -8,6 +8,7 @@ where they train, the head and the Markov factors. Gradients are ready after the
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,35 +144,35 @@ class TargetIndex:
     """TargetIndex says which of the target's P rows each position of each block reads.
 
     rows: ``[N, B]``; where a position is not valid, anything.
-    bounds: ``[N, 2]`` on the CPU: valid positions of block n read rows ``bounds[n, 0] <= p < bounds[n, 1]``. If it is
-        None, it is found from ``rows``, for which the host waits for the device.
+    bounds: N pairs: the valid positions of block n read rows ``bounds[n][0] <= p < bounds[n][1]``. If it is None, it is
+        found from ``rows``, for which the host waits for the device.
 
     Blocks in the order of their text read neighbouring rows, and it is then that sharing saves most.
     """
 
     rows: Tensor
-    bounds: Tensor | None = None
+    bounds: Sequence[tuple[int, int]] | None = None
 
     def check(self, target_hidden: Tensor, target_head: Tensor, labels: Tensor) -> None:
         """Refuse shapes that do not belong together."""
         if self.rows.shape != labels.shape:
             raise ValueError(f"target_index must be [N, B] = {list(labels.shape)}, got {list(self.rows.shape)}")
-        if self.bounds is not None and (self.bounds.shape != (len(labels), 2) or self.bounds.device.type != "cpu"):
-            raise ValueError(f"bounds must be [N, 2] = [{len(labels)}, 2] on the CPU, got {list(self.bounds.shape)}")
+        if self.bounds is not None and len(self.bounds) != len(labels):
+            raise ValueError(f"bounds must be a pair for each of {len(labels)} blocks, got {len(self.bounds)}")
         if target_hidden.dim() != 2 or target_head.dim() != 2 or target_head.shape[1] != target_hidden.shape[1]:
             raise ValueError(
                 f"with an index target_hidden must be [P, H] and the target head [V, H], got "
                 f"{list(target_hidden.shape)} and {list(target_head.shape)}"
             )
 
-    def known_bounds(self, valid: Tensor | None) -> Tensor:
+    def known_bounds(self, valid: Tensor | None) -> Sequence[tuple[int, int]]:
         """Return the bounds, found from the rows if they are not given."""
         if self.bounds is not None:
             return self.bounds
         every = torch.ones_like(self.rows, dtype=torch.bool) if valid is None else valid
         largest = torch.iinfo(self.rows.dtype).max
-        first, last = (torch.where(every, self.rows, no).cpu() for no in (largest, -1))
-        return torch.stack([first.amin(-1), last.amax(-1) + 1], -1)
+        first, last = torch.where(every, self.rows, largest).amin(-1), torch.where(every, self.rows, -1).amax(-1)
+        return [(first, last + 1) for first, last in torch.stack([first, last], -1).tolist()]
 
 
 @dataclass
@@ -307,7 +308,7 @@ class _Target:
         if batch.target_index is not None:
             bounds = batch.target_index.known_bounds(batch.valid)
             for chunk in chunks:
-                first, last = int(bounds[chunk, 0].amin()), int(bounds[chunk, 1].amax())
+                first, last = min(low for low, _ in bounds[chunk]), max(high for _, high in bounds[chunk])
                 if 0 <= last - first < (chunk.stop - chunk.start) * batch.labels.shape[1]:
                     self._parts[chunk.start] = slice(first, last)
             shared = [part.stop - part.start + 1 for part in self._parts.values()]

@@ -1,7 +1,7 @@
 """Training drafters: what a run will take, and the run itself."""
 
 from blockdraft.training.preflight import dry_run
-from blockdraft.training.resources import ResourceEstimate, estimate
+from blockdraft.training.resources import ResourceEstimate, estimate, fit
 from blockdraft.training.trainer import Progress, StoppedError, Trainer, TrainingError
 
-__all__ = ["Progress", "ResourceEstimate", "StoppedError", "Trainer", "TrainingError", "dry_run", "estimate"]
+__all__ = ["Progress", "ResourceEstimate", "StoppedError", "Trainer", "TrainingError", "dry_run", "estimate", "fit"]

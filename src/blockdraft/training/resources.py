@@ -1,7 +1,10 @@
 """What a run will take, counted before it is launched.
 
-Weights, optimizer and files are counted exactly; activations and logits by the
-formulas in `ResourceEstimate`'s fields, which name what they leave out.
+Weights, optimizer and files are counted exactly. Activations, the backward
+pass's working set and the objective's buffers are sums over the tensors that
+the layers keep; tests hold them to within a tenth of what is counted, operator
+by operator, on a fake GPU. The allocator's waste and the CUDA context (1 to 2
+GiB) are not in them.
 """
 
 from dataclasses import dataclass
@@ -10,8 +13,8 @@ import torch
 
 from blockdraft.data.features import cache_bytes
 from blockdraft.drafters import DrafterConfig, build_drafter
-from blockdraft.losses.fused import CHUNK_BYTES
-from blockdraft.recipes import Recipe
+from blockdraft.losses.fused import ACCELERATOR_CHUNK_BYTES, CHUNK_BYTES
+from blockdraft.recipes import Recipe, RecipeError
 from blockdraft.targets import target_shape
 
 GIB = 2**30
@@ -28,10 +31,14 @@ class ResourceEstimate:
     cache_bytes: of a feature cache, should one be made.
     target_bytes, drafter_bytes, optimizer_bytes: per device; weights (and a copy in the computing precision),
         and gradients with AdamW's two moments.
+    gradient_bytes: the gradients alone. Several processes keep them all the time, in the buckets that they exchange; one
+        process makes them while the backward pass gives activations up, so they do not add to the peak.
     activation_bytes: per device and micro-batch: hidden states and features of the target, and what the
         drafter's layers keep for their backward pass.
+    backward_bytes: per device: what the backward pass of one layer makes beside, and gradients of hidden states.
     fused_bytes, unfused_bytes: per device: buffers of the fused objective; the six vocabulary-sized float32
         tensors of plain autograd (two of logits, two of log-probabilities, two of gradients).
+    accumulation: backward passes that share a step.
     training_flops: floating-point operations of the whole run: the target's passes, the drafter's forward and backward
         passes, and the products with the head, two to a multiply-add.
     """
@@ -46,16 +53,22 @@ class ResourceEstimate:
     target_bytes: int
     drafter_bytes: int
     optimizer_bytes: int
+    gradient_bytes: int
     activation_bytes: int
+    backward_bytes: int
     fused_bytes: int
     unfused_bytes: int
+    accumulation: int
     training_flops: float
 
     @property
     def device_bytes(self) -> int:
-        """Memory of one device with the fused objective, allocator's waste and the attention's scratch not counted."""
-        parts = (self.target_bytes, self.drafter_bytes, self.optimizer_bytes, self.activation_bytes, self.fused_bytes)
-        return sum(parts)
+        """Peak memory of one device with the fused objective, allocator's waste and CUDA context not counted."""
+        held = self.target_bytes + self.drafter_bytes + self.optimizer_bytes - self.gradient_bytes
+        passing = self.activation_bytes + max(self.backward_bytes, self.fused_bytes)
+        if self.num_devices > 1:
+            return held + self.gradient_bytes + passing
+        return held + max(self.gradient_bytes, passing)
 
     def hours(self, tflops: float, efficiency: float) -> float:
         """Return the hours of training on devices of a peak rate, of which a share is reached."""
@@ -69,8 +82,9 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
     with torch.device("meta"):
         drafter_parameters = sum(parameter.numel() for parameter in build_drafter(config).parameters())
     target_parameters = shape.num_parameters
-    precision = BYTES[recipe.runtime.precision or ("float32" if _on_cpu(recipe) else "bfloat16")]
-    target_precision = BYTES[recipe.target.dtype or ("float32" if _on_cpu(recipe) else "bfloat16")]
+    on_cpu = _on_cpu(recipe)
+    precision = BYTES[recipe.runtime.precision or ("float32" if on_cpu else "bfloat16")]
+    target_precision = BYTES[recipe.target.dtype or ("float32" if on_cpu else "bfloat16")]
     drafter_shards = num_devices if recipe.runtime.parallel == "fsdp" else 1
     target_shards = num_devices if recipe.runtime.shard_target else 1
     all_tokens = round(num_texts * tokens_per_text)
@@ -80,12 +94,17 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
     share = num_devices * recipe.batch.gradient_accumulation_steps
     micro_tokens = -(-recipe.batch.num_texts // share) * tokens_per_text
     micro_blocks = -(-recipe.batch.num_anchors // share)
-    positions = micro_blocks * config.num_proposals
+    layers = _LayerBytes.of(config, micro_blocks, micro_tokens, precision)
     width, num_features = config.hidden_size, len(config.target_layers)
-    kept_per_slot = 1 if recipe.runtime.gradient_checkpointing else _kept_widths(config)
-    features = micro_tokens * (1 + num_features) * width * target_precision
-    slots = micro_blocks * config.num_slots * config.num_layers * kept_per_slot * width * precision
-    chunk = min(CHUNK_BYTES, positions * shape.vocab_size * 4)
+    positions = micro_blocks * config.num_proposals
+    features = micro_tokens * (2 + num_features) * width * target_precision
+    kept, working = config.num_layers * layers.kept, layers.working
+    if recipe.runtime.gradient_checkpointing:  # the layers' inputs, and one layer anew
+        kept, working = config.num_layers * layers.inputs, layers.kept + layers.working
+    row = config.num_draft_tokens * (4 if on_cpu else target_precision)
+    chunk = min(CHUNK_BYTES if on_cpu else ACCELERATOR_CHUNK_BYTES, positions * row)
+    target_rows = min(1.0, micro_tokens / max(1, positions))
+    states = positions * width * (4 + precision)  # gradients of hidden states, as summed and as handed on
     return ResourceEstimate(
         num_devices=num_devices,
         num_steps=num_steps,
@@ -97,9 +116,12 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
         target_bytes=target_parameters * target_precision // target_shards,
         drafter_bytes=drafter_parameters * (4 if precision == 4 else 4 + precision) // drafter_shards,
         optimizer_bytes=drafter_parameters * 12 // drafter_shards,
-        activation_bytes=round(features + slots),
-        fused_bytes=4 * chunk + 2 * positions * width * 4,
+        gradient_bytes=drafter_parameters * 4 // drafter_shards,
+        activation_bytes=round(features + kept),
+        backward_bytes=round(working + states),
+        fused_bytes=round(chunk * (1 + target_rows) * (2 if on_cpu else 1) + states),
         unfused_bytes=6 * positions * shape.vocab_size * 4,
+        accumulation=recipe.batch.gradient_accumulation_steps,
         training_flops=num_steps
         * step_flops(recipe, config, target_parameters, min(recipe.batch.num_texts, num_texts) * tokens_per_text),
     )
@@ -120,11 +142,82 @@ def step_flops(recipe: Recipe, config: DrafterConfig, target_parameters: int, to
     return float(target + drafter + head + shared)
 
 
-def _kept_widths(config: DrafterConfig) -> float:
-    """Values that one slot keeps in one layer, in units of the width: norms and residuals, projections, the MLP."""
-    heads = config.num_heads * config.head_dim
-    kv_heads = config.num_kv_heads * config.head_dim
-    return (4 * config.hidden_size + 4 * heads + 4 * kv_heads + 4 * config.intermediate_size) / config.hidden_size
+@dataclass(frozen=True)
+class _LayerBytes:
+    """_LayerBytes is what one layer of the drafter keeps for its backward pass, and what that pass makes.
+
+    A slot keeps the input and output of both norms and both residual sums (4 H), queries before their norm and
+    after rotation and what they attended to (3 Q), keys before their norm (K), and of the MLP gate, its SiLU, up and
+    their product (4 I). Keys and values are laid out once more beside those of the context (2 K). The backward pass
+    of an MLP makes the gradients of three of its tensors before it gives the first up.
+    """
+
+    inputs: float
+    kept: float
+    working: float
+
+    @classmethod
+    def of(cls, config: DrafterConfig, num_blocks: int, num_tokens: float, itemsize: int) -> "_LayerBytes":
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        width, inner = config.hidden_size, config.intermediate_size
+        num_slots = num_blocks * config.num_slots
+        slots = num_slots * (4 * width + 3 * queries + 3 * keys + 4 * inner)
+        softmax = num_slots * config.num_heads * 4
+        return cls(
+            inputs=num_slots * width * itemsize,
+            kept=(slots + num_tokens * 3 * keys) * itemsize + softmax,
+            working=num_slots * (3 * inner + 2 * width) * itemsize,
+        )
+
+
+HEADROOM = 2 * GIB
+"""Left for the CUDA context and what the allocator wastes."""
+
+
+def fit(recipe: Recipe, memory: int, *, num_devices: int, num_texts: int, tokens_per_text: float) -> Recipe:
+    """Return the recipe with as much gradient accumulation as it takes to fit into a device's memory.
+
+    Accumulation decides the rounding and nothing else. Raises `RecipeError` if no amount of it is enough, and says
+    what would be.
+    """
+
+    def peak(some: Recipe) -> int:
+        found = estimate(some, num_devices=num_devices, num_texts=num_texts, tokens_per_text=tokens_per_text)
+        return found.device_bytes + HEADROOM
+
+    steps = recipe.batch.gradient_accumulation_steps
+    most = max(steps, -(-recipe.batch.num_texts // num_devices))  # a text is not divided
+    needed = 0
+    while steps <= most:
+        fitting = recipe.model_copy(
+            update={"batch": recipe.batch.model_copy(update={"gradient_accumulation_steps": steps})}
+        )
+        needed = peak(fitting)
+        if needed <= memory:
+            return fitting
+        steps = steps + 1 if steps < 4 else min(2 * steps, most) if steps < most else most + 1
+    runtime = fitting.runtime
+    options = {
+        "runtime.gradient_checkpointing=true": {"gradient_checkpointing": True},
+        "runtime.parallel=fsdp": {"parallel": "fsdp"},
+        "runtime.shard_target=true": {"shard_target": True},
+    }
+    chosen: list[str] = []
+    for name, change in options.items():
+        if num_devices == 1 and "gradient_checkpointing" not in name:
+            continue
+        runtime = runtime.model_copy(update=change)
+        chosen.append(name)
+        if peak(fitting.model_copy(update={"runtime": runtime})) <= memory:
+            raise RecipeError(
+                f"this run needs {needed / GIB:.1f} GiB a device and there are {memory / GIB:.1f}, with "
+                f"batch.gradient_accumulation_steps={fitting.batch.gradient_accumulation_steps} even; "
+                f"set {' '.join(chosen)}"
+            )
+    raise RecipeError(
+        f"this run needs {needed / GIB:.1f} GiB a device and there are {memory / GIB:.1f}; nothing short of more or "
+        "larger devices, a smaller target or a smaller drafter would do"
+    )
 
 
 def _on_cpu(recipe: Recipe) -> bool:
