@@ -101,6 +101,19 @@ def test_products_of_any_number_of_rows_copied_and_pickled(shape, bias, dtype):
             assert torch.equal(residual, before)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_large_model_is_not_copied_and_gives_the_same_numbers(family, monkeypatch):
+    monkeypatch.setattr(decoder, "COPIED_BYTES", 1000)
+    target = Target(jittered(tiny_model(family)), None, name=family)
+    found, expected = (path(target, own=own, steps=[4, 1, 11]) for own in (True, False))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE[torch.float32])
+    made = decoder_of(target.model)
+    theirs = {parameter.data_ptr() for parameter in target.model.parameters()}
+    products = [each for layer in made.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    assert {weight.data_ptr() for product in products for weight in product.weights} <= theirs
+
+
 def test_both_paths_read_one_cache():
     target = tiny_target(dtype=torch.float32)
     tokens = torch.tensor([[7, 3, 9, 30, 12, 5, 5, 18]])
@@ -126,7 +139,7 @@ def test_a_new_cache_sees_weights_that_were_changed():
     torch.testing.assert_close(target.logits(after), after @ target.head.T, **TOLERANCE[torch.float32])
 
 
-def test_models_that_are_not_as_they_left_the_library_go_through_transformers(monkeypatch):
+def test_models_that_are_not_as_they_left_the_library_go_through_transformers():
     usual = tiny_model()
     assert isinstance(decoder_of(usual), Decoder)
     usual(torch.tensor([[3, 4]]), output_hidden_states=True, output_attentions=True)
@@ -140,8 +153,6 @@ def test_models_that_are_not_as_they_left_the_library_go_through_transformers(mo
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1, "vocab_size": 20, "num_experts": 2, "moe_intermediate_size": 8}  # fmt: skip
     assert decoder_of(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))) is None
-    monkeypatch.setattr(decoder, "COPIED_BYTES", 1000)
-    assert decoder_of(tiny_model()) is None
 
 
 def test_a_pass_that_computes_something_else_is_reported_and_not_used(monkeypatch):

@@ -1,6 +1,7 @@
 """Speculative decoding: prefill, then rounds of propose, verify, commit.
 
-``drafter=None`` runs the same loop with empty blocks, which is autoregressive decoding.
+``drafter=None`` runs the same loop with empty blocks, which is autoregressive decoding. A round reads from the device
+once, when all of it is decided: the block, where it ends, how much of it was kept and the token that follows.
 """
 
 import time
@@ -160,7 +161,7 @@ class Streams:
 
 
 class _State:
-    """The loop's variables. ``anchor`` is the last committed token; the caches hold everything before it."""
+    """The loop's variables. ``anchor`` ``[1]`` is the last committed token; the caches hold everything before it."""
 
     def __init__(
         self,
@@ -185,13 +186,15 @@ class _State:
         self.draft_cache = drafter.new_cache(capacity) if drafter is not None else None
         self.streams = Streams.from_seed(seed, target.device)
         self.out = Generation(ids)
-        self.anchor = -1
+        self.ends = torch.tensor(sorted(target.eos_ids), device=target.device)
+        self.anchor = torch.empty(0, dtype=torch.long, device=target.device)  # [1] once there is one
         self.finished = False
 
     def prefill(self, on_round: Callable[[Round], None] | None) -> None:
         """Read the prompt and draw the first token from the target alone."""
         start = clock()
-        output = self.target.forward(self._ids(self.out.prompt), self.cache, self.layers)
+        tokens = torch.tensor([self.out.prompt], device=self.target.device)
+        output = self.target.forward(tokens, self.cache, self.layers)
         self._extend(output.features, len(self.out.prompt))
         logits = self.target.logits(output.hidden[:, -1:])
         if logits.isnan().any():
@@ -199,9 +202,9 @@ class _State:
                 f"{self.target.name} computes NaN: its weights are damaged, or overflow in {self.target.dtype}; "
                 "load it again, in float32 if it was not"
             )
-        probs = self.sampling.probs(logits)
-        empty = torch.zeros(1, 0, dtype=torch.long, device=self.target.device)
-        token = self._verify(probs, Proposal(empty, probs[:, :0]))[1]
+        verdict = self._verify(self.sampling.probs(logits), self._nothing(), None)
+        self.anchor = verdict.next_token
+        token = int(verdict.next_token)
         self.out.prefill_seconds = clock() - start
         self._commit([token])
         if on_round is not None:
@@ -209,53 +212,71 @@ class _State:
 
     def round(self, on_round: Callable[[Round], None] | None) -> None:
         """Propose, verify, commit."""
-        start = clock()
+        start = self._now()
         proposal = self._propose()
-        drafted = clock()
-        block = self._ids([self.anchor, *proposal.tokens[0].tolist()])
+        drafted = self._now()
         held = self.cache.length
-        output = self.target.forward(block, self.cache, self.layers)
+        output = self.target.forward(torch.cat([self.anchor[None], proposal.tokens], 1), self.cache, self.layers)
         logits = self.target.logits(output.hidden)
-        if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)  # or the verdict would be charged with the target's pass
-        verified = clock()
-        accepted, next_token = self._verify(self.sampling.probs(logits), proposal)
-        tokens = proposal.tokens[0].tolist()
+        verified = self._now()
+        target_probs = self.sampling.probs(logits)
+        lengths = self._lengths(proposal.tokens)
+        verdict = self._verify(target_probs, proposal, lengths)
+        parts = [proposal.tokens[0], verdict.num_accepted, verdict.next_token, *([] if lengths is None else [lengths])]
+        *tokens, accepted, next_token, length = torch.cat(parts).tolist() + ([] if lengths is not None else [None])
+        tokens = tokens[:length]
         ended = accepted > 0 and tokens[accepted - 1] in self.target.eos_ids
+        self.anchor = verdict.next_token
         self.cache.rollback(held + 1 + accepted)
-        decided = clock()
+        decided = self._now()
         self._extend(output.features, 1 + accepted)
-        end = clock()
+        end = self._now()
         draft_seconds = (drafted - start) + (end - decided)
         seconds = {"draft": draft_seconds, "verify": verified - drafted, "rest": decided - verified}
         record = Round(tokens, accepted, None if ended else next_token, seconds)
         self.out.rounds.append(record)
         self._commit(record.tokens)
+        if self.on_verdict is not None:
+            self.on_verdict(*_cut(len(tokens), proposal, target_probs, verdict))
         if on_round is not None:
             on_round(record)
 
     def _propose(self) -> Proposal:
-        """Draft a block and cut it after the first end token in it: what follows one is never read."""
         if self.drafter is None or self.draft_cache is None:
-            empty = torch.zeros(1, 0, dtype=torch.long, device=self.target.device)
-            return Proposal(empty, torch.zeros(1, 0, self.target.vocab_size, device=self.target.device))
+            return self._nothing()
         return self.drafter.propose(
             self.draft_cache, self.anchor, self.target, self.draft_temperature, self.streams.draft, **self.options
-        ).until(self.target.eos_ids)
+        )
 
-    def _verify(self, target_probs: Tensor, proposal: Proposal) -> tuple[int, int]:
-        verdict = verify(
+    def _nothing(self) -> Proposal:
+        device = self.target.device
+        empty = torch.zeros(1, 0, dtype=torch.long, device=device)
+        return Proposal(empty, torch.zeros(1, 0, self.target.vocab_size, device=device))
+
+    def _lengths(self, tokens: Tensor) -> Tensor | None:
+        """Return ``[1]``, the tokens of a block ``[1, B]`` up to its first end token: what follows is never read."""
+        if not len(self.ends) or not tokens.shape[1]:
+            return None
+        is_end = (tokens.unsqueeze(-1) == self.ends).any(-1).long()
+        return ((is_end.cumsum(-1) - is_end) == 0).sum(-1)
+
+    def _verify(self, target_probs: Tensor, proposal: Proposal, lengths: Tensor | None) -> Verdict:
+        return verify(
             self.rule,
             target_probs,
             proposal.probs,
             proposal.tokens,
+            lengths,
             generator=self.streams.coins,
             recovery_generator=self.streams.recovery,
             check=False,
         )
-        if self.on_verdict is not None and self.anchor >= 0:
-            self.on_verdict(proposal, target_probs, verdict)
-        return int(verdict.num_accepted), int(verdict.next_token)
+
+    def _now(self) -> float:
+        """Return the time when all that was asked of the device is done, so that each phase is charged with its own."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return clock()
 
     def _extend(self, features: Tensor | None, num_rows: int) -> None:
         """Hand the features of committed tokens to the drafter; the next anchor's does not exist yet."""
@@ -264,8 +285,10 @@ class _State:
 
     def _commit(self, tokens: list[int]) -> None:
         self.out.tokens += tokens
-        self.anchor = tokens[-1]
-        self.finished = self.anchor in self.target.eos_ids or len(self.out.tokens) >= self.max_new_tokens
+        self.finished = tokens[-1] in self.target.eos_ids or len(self.out.tokens) >= self.max_new_tokens
 
-    def _ids(self, tokens: list[int]) -> Tensor:
-        return torch.tensor([tokens], device=self.target.device)
+
+def _cut(length: int, proposal: Proposal, target_probs: Tensor, verdict: Verdict) -> tuple[Proposal, Tensor, Verdict]:
+    """Return what `OnVerdict` is shown: the block up to its first end token."""
+    shown = Verdict(verdict.num_accepted, verdict.next_token, verdict.coins[:, :length], verdict.thresholds[:, :length])
+    return Proposal(proposal.tokens[:, :length], proposal.probs[:, :length]), target_probs[:, : length + 1], shown

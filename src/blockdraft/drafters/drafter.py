@@ -151,7 +151,7 @@ class Drafter(nn.Module, ABC):
     def propose(
         self,
         cache: ContextCache,
-        anchor: int,
+        anchor: int | Tensor,
         target: Target,
         temperature: float,
         generator: Generator | None = None,
@@ -162,7 +162,7 @@ class Drafter(nn.Module, ABC):
 
         Args:
             cache: the context, everything before the anchor.
-            anchor: the last committed token.
+            anchor: the last committed token; as a tensor ``[1]`` it need not leave the device.
             target: for its embedding and head.
             temperature: of the drafter's distribution; 0 takes the argmax.
             generator: for sampling.
@@ -174,8 +174,9 @@ class Drafter(nn.Module, ABC):
         num = self.config.num_proposals if num_proposals is None else num_proposals
         self._check_num_proposals(num)
         num_slots = self.config.slots_for(num)
-        slots = [anchor] + [self.config.mask_token_id] * (num_slots - 1)
-        x = target.embed(torch.tensor(slots, device=target.device)).to(self.fc.weight.dtype)
+        if isinstance(anchor, int):
+            anchor = torch.tensor([anchor], device=target.device)
+        x = self._slots(anchor, target, self.fc.weight.dtype, num_slots)[0]
         hidden = self._predictions(self.norm(cache.block(x))[None])
         return self._draft(hidden, anchor, target, temperature, generator)
 
@@ -198,9 +199,9 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def _draft(
-        self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
+        self, hidden: Tensor, anchor: Tensor, target: Target, temperature: float, generator: Generator | None
     ) -> Proposal:
-        """Sample the block from its hidden states ``[1, B, H]``."""
+        """Sample the block after ``anchor`` ``[1]`` from its hidden states ``[1, B, H]``."""
 
     def _slots(self, anchor_tokens: Tensor, target: Target, dtype: torch.dtype, num_slots: int) -> Tensor:
         """Return the embeddings ``[A, S, H]`` of ``[anchor, MASK, MASK, ..]``."""
@@ -239,7 +240,7 @@ class DFlash(Drafter):
     """Draft all positions at once, independent of each other given the context."""
 
     def _draft(
-        self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
+        self, hidden: Tensor, anchor: Tensor, target: Target, temperature: float, generator: Generator | None
     ) -> Proposal:
         del anchor
         probs = draft_probs_of(self._head_product(hidden.to(target.dtype), target), temperature)
@@ -267,10 +268,10 @@ class DSpark(Drafter):
         return logits
 
     def _draft(
-        self, hidden: Tensor, anchor: int, target: Target, temperature: float, generator: Generator | None
+        self, hidden: Tensor, anchor: Tensor, target: Target, temperature: float, generator: Generator | None
     ) -> Proposal:
         base = self._head_product(hidden.to(target.dtype), target)[0].float()
-        previous = torch.tensor([anchor], device=hidden.device)
+        previous = anchor
         state = self.markov_head.initial_state(hidden)
         tokens, rows = [], []
         for k in range(hidden.shape[1]):

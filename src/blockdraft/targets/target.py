@@ -121,8 +121,8 @@ class Target:
     def new_cache(self, capacity: int) -> KVCache:
         """Return an empty KV cache for a text of up to ``capacity`` tokens.
 
-        With the first cache, and with the first after the weights have changed, `Decoder` copies the weights of a
-        small target of a known family; one text at a time behind a cache then goes through it.
+        With the first cache, and with the first after the weights have changed, a `Decoder` is made for a target of a
+        known family; one text at a time behind a cache then goes through it.
         """
         key = weights_key(self.model) if self.use_decoder else None
         if key is None:

@@ -31,8 +31,8 @@ class ResourceEstimate:
     cache_bytes: of a feature cache, should one be made.
     target_bytes, drafter_bytes, optimizer_bytes: per device; weights (and a copy in the computing precision),
         and gradients with AdamW's two moments.
-    gradient_bytes: the gradients alone. Several processes keep them all the time, in the buckets that they exchange; one
-        process makes them while the backward pass gives activations up, so they do not add to the peak.
+    gradient_bytes: the gradients alone. Several processes keep them all the time, in the buckets that they exchange;
+        one process makes them while the backward pass gives activations up, so they do not add to the peak.
     activation_bytes: per device and micro-batch: hidden states and features of the target, and what the
         drafter's layers keep for their backward pass.
     backward_bytes: per device: what the backward pass of one layer makes beside, and gradients of hidden states.
