@@ -7,14 +7,15 @@ import re
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from blockdraft.decoding import DecodingError, generate, room
-from blockdraft.drafters import Anchors, Proposal
-from blockdraft.targets import Sampling
+from blockdraft.drafters import Anchors, Proposal, save_drafter
+from blockdraft.targets import Sampling, UnsupportedTargetError
 from blockdraft.verification import law
 from blockdraft.verification.reference import enumerate_round, joint_law
 
-from tiny import EOS, FAMILIES, overfit, tiny_drafter, tiny_target
+from tiny import EOS, FAMILIES, overfit, tiny_drafter, tiny_model, tiny_target
 
 PROMPT = [7, 3, 9, 30, 12]
 DRAFTERS = [("dflash", {}), ("dspark", {}), ("dspark", {"markov_head": "rnn"})]
@@ -371,3 +372,27 @@ def test_a_drafter_overfitted_to_one_text_has_whole_blocks_accepted(kind):
     assert out.tokens == text[5:41]
     assert out.acceptance_length == 5
     assert EOS not in target.eos_ids
+
+
+def test_a_plain_transformers_model_and_a_folder_will_do(tmp_path):
+    """One line for those who have both already; the model keeps its gradients."""
+    target = tiny_target(dtype=torch.float32)
+    drafter = tiny_drafter("dflash", target)
+    save_drafter(drafter, tmp_path / "drafter")
+    target.save(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
+    expected = generate(target, drafter, "w7 w8", max_new_tokens=12, seed=3)
+    out = generate(model, tmp_path / "drafter", "w7 w8", max_new_tokens=12, seed=3)
+    assert (out.tokens, out.text) == (expected.tokens, expected.text)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    by_name = generate(str(tmp_path / "target"), str(tmp_path / "drafter"), "w7 w8", max_new_tokens=12, seed=3)
+    assert by_name.tokens == expected.tokens
+    given = generate(target.model, drafter, "w7 w8", tokenizer=target.tokenizer, max_new_tokens=12, seed=3)
+    assert given.tokens == expected.tokens
+    nameless = tiny_model()
+    assert generate(nameless, None, PROMPT, max_new_tokens=4).text is None
+    with pytest.raises(DecodingError, match="no chat template"):
+        generate(nameless, None, "w7")
+    nameless.name_or_path = "./nowhere"
+    with pytest.raises(UnsupportedTargetError, match="give it as tokenizer"):
+        generate(nameless, None, "w7")

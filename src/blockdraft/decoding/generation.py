@@ -7,9 +7,11 @@ once, when all of it is decided: the block, where it ends, how much of it was ke
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Generator, Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blockdraft.decoding.request import (
     DecodingError,
@@ -21,8 +23,8 @@ from blockdraft.decoding.request import (
     prompt_ids,
     sampling_for,
 )
-from blockdraft.drafters import Drafter, Proposal
-from blockdraft.targets import Sampling, Target
+from blockdraft.drafters import Drafter, Proposal, load_drafter
+from blockdraft.targets import Sampling, Target, as_target
 from blockdraft.verification import Rule, Verdict, verify
 
 OnVerdict = Callable[[Proposal, Tensor, Verdict], None]
@@ -82,10 +84,11 @@ class Generation:
 
 
 def generate(
-    target: Target,
-    drafter: Drafter | None,
+    target: Target | PreTrainedModel | str | Path,
+    drafter: Drafter | str | Path | None,
     prompt: PromptLike,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     raw: bool = False,
     rule: Rule = "block",
     temperature: float | None = None,
@@ -101,10 +104,12 @@ def generate(
     """Decode one text; whatever the drafter, the output is distributed as the target's own.
 
     Args:
-        target: the model whose text is decoded.
-        drafter: the model that proposes blocks; None decodes autoregressively.
+        target: the model whose text is decoded: a target, a plain causal language model of transformers, or what
+            `load_target` takes.
+        drafter: the model that proposes blocks, or what `load_drafter` takes; None decodes autoregressively.
         prompt: a text, which is one user message; the messages of a conversation, ``{"role": ..., "content": ...}``
             each; or token ids ``[T]``. Texts and messages go through the target's chat template.
+        tokenizer: of a plain transformers model; the one found under the model's own name unless given.
         raw: encode a text as it stands, without a chat template.
         rule: ``"block"`` or ``"token"`` to sample, ``"greedy"`` for the target's most probable tokens.
         temperature: of the target; 1 if not given. The rule ``"greedy"`` takes none, or 0.
@@ -128,6 +133,9 @@ def generate(
         draft_temperature = sampling.temperature
     check_temperature("draft_temperature", draft_temperature)
     check_seed(seed)
+    target = as_target(target, tokenizer)
+    if isinstance(drafter, str | Path):
+        drafter = load_drafter(drafter, target)
     ids = prompt_ids(target, prompt, raw=raw)
     check_room(target, drafter, len(ids), max_new_tokens)
     check_num_proposals(drafter, num_proposals)

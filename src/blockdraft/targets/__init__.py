@@ -3,7 +3,7 @@
 from blockdraft.targets.attention import Span
 from blockdraft.targets.batched_cache import BatchedKVCache
 from blockdraft.targets.cache import KVCache
-from blockdraft.targets.loading import EMBEDDED, TargetShape, load_target, target_shape
+from blockdraft.targets.loading import EMBEDDED, TargetShape, as_target, load_target, target_shape
 from blockdraft.targets.sampling import Sampling
 from blockdraft.targets.target import (
     DTYPES,
@@ -31,6 +31,7 @@ __all__ = [
     "TargetOutput",
     "TargetShape",
     "UnsupportedTargetError",
+    "as_target",
     "choose_layers",
     "fingerprint",
     "load_target",

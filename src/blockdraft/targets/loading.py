@@ -12,7 +12,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
@@ -76,6 +83,28 @@ def load_target(
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     with _told(f"{name}: it cannot be run"):
         return Target(_placed(model, where), tokenizer, name=name, mask_token_id=mask_token_id)
+
+
+def as_target(model: Target | PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Target:
+    """Return a target as it is, a plain transformers model as a target, or a target loaded by its name.
+
+    Args:
+        model: the target, a causal language model of transformers, or what `load_target` takes. A plain model is put
+            into evaluation mode and otherwise left as it is.
+        tokenizer: of a plain model; the one found under the model's own name unless given.
+    """
+    if isinstance(model, Target):
+        return model
+    if not isinstance(model, PreTrainedModel):
+        return load_target(model)
+    if tokenizer is None and model.name_or_path:
+        with _told(f"{model.name_or_path}: its tokenizer cannot be read; give it as tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    target = Target(model, tokenizer, name=model.name_or_path or type(model).__name__)
+    for parameter in trainable:
+        parameter.requires_grad_(True)
+    return target
 
 
 class TargetShape:
