@@ -44,6 +44,9 @@ def seed_of(seed, prompt, turn):
 
 CHOICES = (("paper", 1.0), ("best", 1.5), ("one-hot", 0.0))
 FEW = Protocol(max_new_tokens=24, num_bootstrap=50, num_traces=1, draft_temperatures=(0.6, 1.0))
+LEAST = Protocol(
+    rules=("block",), max_new_tokens=8, num_bootstrap=20, num_traces=0, draft_temperatures=(), one_hot=False
+)
 
 
 def prompts(num, turns=1):
@@ -64,7 +67,7 @@ def candidate(name, drafter):
 def test_fewer_proposals_are_evaluated_as_such(tmp_path):
     target = tiny_target(dtype=torch.float32)
     given = candidate("it", tiny_drafter("dflash", target))
-    protocol = replace(FEW, num_proposals=2, rules=("block",))
+    protocol = replace(LEAST, num_proposals=2)
     results = Evaluation(target, [given], tasks(2), protocol, tmp_path).run()
     (about,) = results.drafters
     assert (about.num_proposals, about.trained_proposals, results.settings["num_proposals"]) == (2, 4, 2)
@@ -76,10 +79,11 @@ def test_fewer_proposals_are_evaluated_as_such(tmp_path):
         Evaluation(target, [given], tasks(2), replace(protocol, num_proposals="auto"), tmp_path).run()
 
 
+@pytest.mark.slow
 def test_the_number_of_proposals_is_chosen_once_from_costs_and_predictions(tmp_path, monkeypatch):
     target = tiny_target(dtype=torch.float32)
     given = [candidate("one", tiny_drafter("dflash", target)), candidate("two", tiny_drafter("dspark", target))]
-    protocol = replace(FEW, num_proposals="auto", rules=("block",))
+    protocol = replace(LEAST, num_proposals="auto")
     dear = RoundCosts((0.0,) * 5, (1.0, 1.0, 1.0, 9.0, 9.0), (0.0,) * 5)
     free = RoundCosts((0.0,) * 5, (1.0,) * 5, (0.0,) * 5)
     monkeypatch.setattr(
@@ -103,7 +107,7 @@ def test_the_number_of_proposals_is_chosen_once_from_costs_and_predictions(tmp_p
 def test_predictions_use_all_prompts_where_only_some_are_decoded(tmp_path):
     target = tiny_target(dtype=torch.float32)
     given = [candidate("it", tiny_drafter("dflash", target))]
-    protocol = replace(FEW, rules=("block",), num_traces=0)
+    protocol = LEAST
     whole = Evaluation(target, given, tasks(4), protocol, tmp_path / "whole").run()
     some = Evaluation(target, given, tasks(4), replace(protocol, num_decoded=2), tmp_path / "some").run()
     assert [(each.num_prompts, each.num_decoded) for each in some.tasks] == [(4, 2), (3, 2)]

@@ -352,21 +352,23 @@ class Evaluation:
 
     def _traces(self) -> Traces:
         """Trace a few prompts of each task with every drafter, under the rules that sample."""
-        protocol, prompts = self.protocol, []
-        for task in self.tasks:
-            for prompt in task.prompts[: protocol.num_traces]:
-                traces = [
-                    trace(
-                        self.target, candidate.drafter, prompt, protocol.paper(candidate.name, rule),
-                        temperature=protocol.temperature, max_new_tokens=protocol.max_new_tokens,
-                        max_length=self.max_length, seed=protocol.seed,
-                    )
-                    for candidate in self.candidates
-                    for rule in protocol.sampled_rules
-                ]  # fmt: skip
-                if traces:
-                    prompts.append(TracedPrompt(task=task.name, id=prompt.id, prompt=prompt.turns[0], traces=traces))
-        return Traces(prompts=prompts)
+        protocol, traced = self.protocol, []
+        chosen = [(task, prompt) for task in self.tasks for prompt in task.prompts[: protocol.num_traces]]
+        ways = [(each, rule) for each in self.candidates for rule in protocol.sampled_rules]
+        for number, (task, prompt) in enumerate(chosen if ways else []):
+            self.on_progress("traces", number, len(chosen), 0)
+            traces = [
+                trace(
+                    self.target, candidate.drafter, prompt, protocol.paper(candidate.name, rule),
+                    temperature=protocol.temperature, max_new_tokens=protocol.max_new_tokens,
+                    max_length=self.max_length, seed=protocol.seed,
+                )
+                for candidate, rule in ways
+            ]  # fmt: skip
+            traced.append(TracedPrompt(task=task.name, id=prompt.id, prompt=prompt.turns[0], traces=traces))
+        if traced:
+            self.on_progress("traces", len(traced), len(traced), 0)
+        return Traces(prompts=traced)
 
 
 def _with_unique_ids(task: Task) -> Task:

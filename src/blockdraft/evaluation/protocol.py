@@ -17,7 +17,8 @@ GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 ONE_HOT = 0.0
 """The draft temperature at which a drafter proposes its argmax, and q is one-hot."""
 
-NumProposals = int | Literal["auto"] | None
+AskedProposals = int | Literal["auto"] | None
+"""A number of proposals, the best one for speed, or the number that each drafter was trained with."""
 
 TextKind = Literal["greedy", "sampled"]
 """The two kinds of texts that a target writes: at temperature 0, and at the temperature of sampling."""
@@ -63,7 +64,7 @@ class Protocol:
     seed: int = 0
     draft_temperatures: tuple[float, ...] = GRID
     one_hot: bool = True
-    num_proposals: NumProposals = None
+    num_proposals: AskedProposals = None
     num_decoded: int | None = None
     num_bootstrap: int = 1000
     num_traces: int = 2
@@ -172,7 +173,7 @@ class Plan(Strict):
     seed: int
     draft_temperatures: list[float]
     one_hot: bool
-    num_proposals: NumProposals = None
+    num_proposals: AskedProposals = None
     num_decoded: int | None = None
 
     def differences(self, other: "Plan") -> list[str]:
