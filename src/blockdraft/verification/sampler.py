@@ -52,16 +52,18 @@ def verify(
     them itself; shapes are looked at in any case.
     """
     blocks = drafted(rule, target_probs, draft_probs, draft_tokens, lengths, check=check)
-    decided = coins(rule, blocks)
     device = blocks.p.device
     uniform = torch.rand(blocks.tokens.shape, generator=generator, dtype=blocks.p.dtype, device=device)
-    num_accepted = decided.num_accepted(uniform)
-    residual = residual_law(rule, blocks, decided.state, num_accepted[:, None]).squeeze(1)
+    if blocks.tokens.shape[1] == 0:  # autoregressive decoding: nothing to decide, the next token follows p
+        num_accepted, residual, threshold = blocks.lengths, blocks.p[:, 0], uniform
+    else:
+        decided = coins(rule, blocks)
+        num_accepted, threshold = decided.num_accepted(uniform), decided.threshold
+        residual = residual_law(rule, blocks, decided.state, num_accepted[:, None]).squeeze(1)
     if rule == "greedy":
-        return Verdict(num_accepted, residual.argmax(-1), uniform, decided.threshold)
+        return Verdict(num_accepted, residual.argmax(-1), uniform, threshold)
     recovery = recovery_generator or spawn(generator, device)
-    next_token = draw(residual, recovery)
-    return Verdict(num_accepted, next_token, uniform, decided.threshold)
+    return Verdict(num_accepted, draw(residual, recovery), uniform, threshold)
 
 
 DRAW_BLOCK = 256
