@@ -166,3 +166,16 @@ def test_acceptance_states_are_those_of_the_recursion():
         states.append((states[-1] * ratio[:, i]).clamp(max=1))
     torch.testing.assert_close(acceptance_states(ratio), torch.stack(states, 1))
     assert acceptance_states(ratio[:, :0]).tolist() == [[1]] * 50
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "block"])
+def test_after_an_empty_block_the_next_token_follows_the_target(rule):
+    p = torch.rand(40, 1, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p /= p.sum(-1, keepdim=True)
+    x = torch.zeros(40, 0, dtype=torch.long)
+    verdict = verify(rule, p, p[:, :0], x, recovery_generator=torch.Generator().manual_seed(2))
+    _accept, residual = law(rule, p, p[:, :0], x)
+    expected = residual[:, 0].argmax(-1) if rule == "greedy" else draw(p[:, 0], torch.Generator().manual_seed(2))
+    assert torch.equal(verdict.next_token, expected)
+    assert not verdict.num_accepted.any()
+    assert verdict.coins.shape == verdict.thresholds.shape == (40, 0)

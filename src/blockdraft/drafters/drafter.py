@@ -12,9 +12,16 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from blockdraft.drafters.attention import Anchors, BlockAttention, FlexAttention, GroupedAttention
-from blockdraft.drafters.backbone import ContextCache, DraftingWeights, Layer, RMSNorm, Rotary
+from blockdraft.drafters.backbone import (
+    ConfidenceHead,
+    ContextCache,
+    DraftingWeights,
+    Layer,
+    MarkovHead,
+    RMSNorm,
+    Rotary,
+)
 from blockdraft.drafters.config import DrafterConfig, SlotLayout
-from blockdraft.drafters.heads import ConfidenceHead, MarkovHead
 from blockdraft.errors import BlockdraftError
 from blockdraft.targets import Target
 from blockdraft.targets.layers import Product, weights_key

@@ -1,10 +1,19 @@
-"""A key/value cache with room for the whole text from the start, and rollback by length."""
+"""KV caches: of one text, with rollback by length, and of many texts decoded side by side, one slot each."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from blockdraft.targets.attention import SlotAttention, attending
+
+if TYPE_CHECKING:
+    from blockdraft.targets.target import Target
+
+ROOM_AHEAD = 64
+"""Tokens by which the storage of `BatchedKVCache` grows beyond what is needed."""
 
 
 class KVCache(Cache):
@@ -108,3 +117,139 @@ class _Layer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.length = 0
+
+
+class BatchedKVCache:
+    """A target over up to ``num_slots`` texts of up to ``capacity`` tokens, each at its own length.
+
+    The texts in use fill the slots from the front without gaps, so that every pass
+    works on slices of the storage. A text that ends gives its slot to the last one.
+    The storage grows with the longest text that there was.
+    """
+
+    def __init__(self, target: "Target", num_slots: int, capacity: int) -> None:
+        self.target, self.num_slots, self.capacity = target, num_slots, capacity
+        self.lengths: list[int] = []
+        self._layers = [_BatchedLayer(self) for _ in range(target.num_layers)]
+        self._cache = Cache(layers=list(self._layers))
+        self._first = 0
+        self._seen: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Texts held."""
+        return len(self.lengths)
+
+    @torch.inference_mode()
+    def add(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Read new texts into the next free slots; ``[n, H]`` hidden states of their last tokens."""
+        if len(self) + len(texts) > self.num_slots:
+            raise ValueError(f"{len(self)} of {self.num_slots} slots are taken; {len(texts)} texts do not fit")
+        lengths = [len(text) for text in texts]
+        longest = max(lengths)
+        if longest > self.capacity:
+            raise ValueError(f"a slot holds {self.capacity} tokens; a text has {longest}")
+        tokens = torch.zeros(len(texts), longest, dtype=torch.long)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.tensor(text)
+        self._first, self._seen = len(self), None
+        positions = torch.arange(longest).expand(len(texts), -1)
+        hidden = self._forward(tokens, positions)
+        self.lengths += lengths
+        return hidden[torch.arange(len(texts)), torch.tensor(lengths) - 1]
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append one token to every text; ``[n, H]`` hidden states."""
+        lengths = torch.tensor(self.lengths)
+        longest = max(self.lengths) + 1
+        if longest > self.capacity:
+            raise ValueError(f"a slot holds {self.capacity} tokens; a text needs {longest}")
+        self._first = 0
+        self._seen = (torch.arange(longest) <= lengths[:, None])[:, None, None].to(self.target.device)
+        hidden = self._forward(torch.tensor(tokens)[:, None], lengths[:, None])
+        self.lengths = [length + 1 for length in self.lengths]
+        return hidden[:, 0]
+
+    @torch.inference_mode()
+    def remove(self, slot: int) -> None:
+        """Forget the text of a slot; the last text moves there."""
+        last = len(self) - 1
+        if slot != last:
+            for layer in self._layers:
+                layer.move(last, slot, self.lengths[last])
+            self.lengths[slot] = self.lengths[last]
+        self.lengths.pop()
+
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        device = self.target.device
+        with attending(self.target.model, SlotAttention(self._seen)):
+            hidden: Tensor = self.target.model.model(
+                input_ids=tokens.to(device),
+                position_ids=positions.to(device),
+                past_key_values=self._cache,
+                use_cache=True,
+            ).last_hidden_state
+        return hidden
+
+
+class _BatchedLayer(CacheLayerMixin):
+    """Keys and values of one layer, ``[slots, kv_heads, room, d]``."""
+
+    is_sliding = False
+
+    def __init__(self, slots: BatchedKVCache) -> None:
+        super().__init__()
+        self.slots = slots
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = (
+            x.new_empty(self.slots.num_slots, x.shape[1], 0, x.shape[3]) for x in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        seen = self.slots._seen
+        self._reserve(key_states.shape[2] if seen is None else seen.shape[-1])
+        if seen is None:
+            rows = slice(self.slots._first, self.slots._first + key_states.shape[0])
+            self.keys[rows, :, : key_states.shape[2]] = key_states
+            self.values[rows, :, : key_states.shape[2]] = value_states
+            return key_states, value_states
+        rows_at, positions = torch.arange(key_states.shape[0]), torch.tensor(self.slots.lengths)
+        self.keys[rows_at, :, positions] = key_states[:, :, 0]
+        self.values[rows_at, :, positions] = value_states[:, :, 0]
+        return self.keys[: len(rows_at), :, : seen.shape[-1]], self.values[: len(rows_at), :, : seen.shape[-1]]
+
+    def _reserve(self, length: int) -> None:
+        """Make room for texts of this length, zeros at first: what is masked must still be a number."""
+        assert self.keys is not None
+        assert self.values is not None
+        if length > self.keys.shape[2]:
+            room = min(self.slots.capacity, max(2 * self.keys.shape[2], length + ROOM_AHEAD))
+            self.keys, self.values = _widened(self.keys, room), _widened(self.values, room)
+
+    def move(self, source: int, to: int, length: int) -> None:
+        """Copy one text's keys and values to another slot."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[to, :, :length] = self.keys[source, :, :length]
+        self.values[to, :, :length] = self.values[source, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are given, and no mask is asked for
+
+    def get_max_length(self) -> int:
+        return self.slots.capacity
+
+
+def _widened(held: Tensor, room: int) -> Tensor:
+    wider = held.new_zeros(*held.shape[:2], room, held.shape[3])
+    wider[:, :, : held.shape[2]] = held
+    return wider

@@ -262,6 +262,12 @@ def _norm(module: Any, weight: Tensor) -> Norm:
     return Norm(weight, module.eps)
 
 
-def weights_key(module: nn.Module) -> tuple[tuple[int, int], ...]:
+def weights_key(module: nn.Module) -> tuple[object, ...]:
     """Return what changes with a module's weights: addresses and counts of changes in place."""
-    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
+    return tuple(map(_weight_key, module.parameters()))
+
+
+def _weight_key(weight: Tensor) -> object:
+    if type(weight) not in (Tensor, nn.Parameter):  # sharded ones have no address
+        return id(weight)
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version

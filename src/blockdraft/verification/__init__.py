@@ -1,7 +1,6 @@
 """Lossless verification of drafted blocks: exact laws, and a sampler on top of them."""
 
-from blockdraft.verification.lengths import expected_retention
 from blockdraft.verification.rules import RULES, Rule, law
-from blockdraft.verification.sampler import Verdict, verify
+from blockdraft.verification.sampler import Verdict, expected_retention, verify
 
 __all__ = ["RULES", "Rule", "Verdict", "expected_retention", "law", "verify"]

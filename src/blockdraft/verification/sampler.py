@@ -1,11 +1,19 @@
-"""A thin sampler on top of the laws."""
+"""A thin sampler on top of the laws, and the expected accepted lengths in closed form."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
-from blockdraft.verification.rules import Rule, coins, drafted, residual_law
+from blockdraft.overlap import overlap
+from blockdraft.verification.rules import (
+    Rule,
+    acceptance_states,
+    coins,
+    drafted,
+    probability_ratio,
+    residual_law,
+)
 
 
 @dataclass(frozen=True)
@@ -44,16 +52,18 @@ def verify(
     them itself; shapes are looked at in any case.
     """
     blocks = drafted(rule, target_probs, draft_probs, draft_tokens, lengths, check=check)
-    decided = coins(rule, blocks)
     device = blocks.p.device
     uniform = torch.rand(blocks.tokens.shape, generator=generator, dtype=blocks.p.dtype, device=device)
-    num_accepted = decided.num_accepted(uniform)
-    residual = residual_law(rule, blocks, decided.state, num_accepted[:, None]).squeeze(1)
+    if blocks.tokens.shape[1] == 0:  # autoregressive decoding: nothing to decide, the next token follows p
+        num_accepted, residual, threshold = blocks.lengths, blocks.p[:, 0], uniform
+    else:
+        decided = coins(rule, blocks)
+        num_accepted, threshold = decided.num_accepted(uniform), decided.threshold
+        residual = residual_law(rule, blocks, decided.state, num_accepted[:, None]).squeeze(1)
     if rule == "greedy":
-        return Verdict(num_accepted, residual.argmax(-1), uniform, decided.threshold)
+        return Verdict(num_accepted, residual.argmax(-1), uniform, threshold)
     recovery = recovery_generator or spawn(generator, device)
-    next_token = draw(residual, recovery)
-    return Verdict(num_accepted, next_token, uniform, decided.threshold)
+    return Verdict(num_accepted, draw(residual, recovery), uniform, threshold)
 
 
 DRAW_BLOCK = 256
@@ -89,3 +99,32 @@ def spawn(generator: Generator | None, device: torch.device) -> Generator:
     """A new random stream, seeded by a draw from an existing one."""
     seed = torch.randint(2**62, (), generator=generator, device=device)
     return Generator(device).manual_seed(int(seed))
+
+
+def expected_retention(
+    rule: Rule, target_probs: Tensor, draft_probs: Tensor | None, draft_tokens: Tensor, lengths: Tensor | None = None
+) -> Tensor:
+    """``[N, B]`` estimates of Pr(num_accepted >= i), free of the verifier's randomness and of x_i's own.
+
+    Averaged over blocks drawn from the drafter they are unbiased:
+
+        block   E[a_i | x_<i]                 = S(a_{i-1}; p_i, q_i)
+        token   prod_{j<i} min(1, p_j/q_j)(x_j) * S(1; p_i, q_i)
+        greedy  1[x_j = argmax p_j for all j <= i]
+
+    Summed over i they estimate the expected number of accepted draft tokens.
+    Positions beyond a block's length hold 0. Tensors as for `law`. The same expectations along target-generated texts,
+    which training data are, come from `blockdraft.losses.block_statistics`.
+    """
+    blocks = drafted(rule, target_probs, draft_probs, draft_tokens, lengths)
+    p, q = blocks.p[:, :-1], blocks.q
+    if rule == "greedy":
+        retention = (p.argmax(-1) == blocks.tokens).to(p.dtype).cumprod(-1)
+    else:
+        ratio = probability_ratio(p, q, blocks.tokens)
+        if rule == "block":
+            retention = overlap(acceptance_states(ratio)[:, :-1], p, q)
+        else:
+            kept = torch.nn.functional.pad(ratio.clamp(max=1).cumprod(-1), (1, 0), value=1.0)[:, :-1]
+            retention = kept * overlap(torch.ones_like(kept), p, q)
+    return torch.where(blocks.inside, retention, 0)
