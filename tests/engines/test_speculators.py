@@ -86,15 +86,11 @@ def test_its_forward_gives_our_logits(pocket, tmp_path, kind, changes):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [("dflash", {}), ("dspark", {}), ("dspark", {"slot_layout": "fill_in"})],
-    ids=["dflash", "dspark", "dspark fill-in"],
-)
-def test_its_logits_our_loss_its_backward(pocket, tmp_path, kind, changes):
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_its_logits_our_loss_its_backward(pocket, tmp_path, kind):
     """The guide's code in the package, against our own drafter and objective on the same blocks of two texts."""
     target, verifier = pocket
-    drafter = new_drafter(kind, target, **changes)
+    drafter = new_drafter(kind, target)
     export_drafter(drafter, target, tmp_path / "out", "speculators", verifier=str(verifier))
     texts = [
         target.render([{"role": "user", "content": each}]) for each in ("What is a river, and what is a lake?", "Why?")
@@ -134,7 +130,7 @@ def test_its_logits_our_loss_its_backward(pocket, tmp_path, kind, changes):
     )  # fmt: skip
     value.loss.backward()
     loss = float(value.loss.detach())
-    print(f"\n{kind} {changes}: BV of {len(position)} blocks, here {loss:.6f}, there {float(theirs['loss']):.6f}")
+    print(f"\n{kind}: BV of {len(position)} blocks, here {loss:.6f}, there {float(theirs['loss']):.6f}")
     torch.testing.assert_close(theirs["loss"][0], value.loss.detach().double(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(theirs["loss_total"][0], value.denominator.detach().double())
     for name, parameter in own.named_parameters():

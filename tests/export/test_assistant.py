@@ -59,17 +59,6 @@ def test_greedy_text_of_pocket(pocket):
     assert num_rounds == len(ours.rounds) < len(ours.tokens) / 1.5
 
 
-@pytest.mark.slow
-def test_greedy_text_of_smollm2():
-    target = load_target("smollm2")
-    prompt = target.render([{"role": "user", "content": "Hi"}])
-    drafter = tiny_drafter("dflash", target, num_layers=1)
-    ours = generate(target, drafter, prompt, rule="greedy", max_new_tokens=6)
-    tokens, num_rounds = decode(target, drafter, prompt, 6, do_sample=False)
-    assert tokens == ours.tokens
-    assert num_rounds == len(ours.rounds)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_its_hidden_states_are_those_we_draft_from(family, monkeypatch):
     """Every round's q in transformers against `Drafter.propose` after the same tokens."""
