@@ -99,7 +99,7 @@ class Outcome:
 
 
 def run(case: Case, good: Path, room: Path, limit: float) -> Outcome:
-    """Run a case on a copy of the good artefacts in ``room``; it hangs if it works, or does nothing, for ``limit`` s."""
+    """Run a case on a copy of the good artefacts in ``room``; it hangs if it works or waits for ``limit`` seconds."""
     sandbox = room / "sandbox"
     shutil.rmtree(sandbox, ignore_errors=True)
     room.chmod(0o755)
