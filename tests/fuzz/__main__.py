@@ -37,7 +37,7 @@ def main() -> None:
         good = options.good or room / "good"
         if not good.exists():
             bench.build(good)
-        bench.warm_up(good)
+        bench.warm_up(good, room)
         found = _run_all(cases(good, options.scale, options.seed), good.resolve(), room, options)
     finally:
         shutil.rmtree(room, ignore_errors=True)

@@ -156,7 +156,7 @@ def _copy_file(source: str, destination: str) -> None:
         os.sendfile(after.fileno(), before.fileno(), 0, 2**31 - 1)
 
 
-def warm_up(good: Path) -> None:
+def warm_up(good: Path, room: Path) -> None:
     """Import and initialise here what children would otherwise import and initialise one by one."""
     for each in pkgutil.walk_packages(blockdraft_package.__path__, "blockdraft."):
         if not each.name.endswith(("__main__", "kernels", "_triton", "kernel_ops")):
@@ -165,9 +165,9 @@ def warm_up(good: Path) -> None:
         importlib.import_module(name)
     with contextlib.chdir(good):
         for words in (("generate", "w7", "--target", "target", "--drafter", "run", "--max-new-tokens", "2"),
-                      ("report", "evaluation", "--out", "../warm"), ("data", "inspect", "data"),
+                      ("report", "evaluation", "--out", str(room / "warm")), ("data", "inspect", "data"),
                       ("study", "study.yaml", "--plan", "--out", "study")):  # fmt: skip
             _succeed(*words)
-        shutil.rmtree("../warm")
+        shutil.rmtree(str(room / "warm"))
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and thereby copy, every page

@@ -5,6 +5,7 @@ and its time are limited, names of hosts cannot be looked up, and what it prints
 """
 
 import contextlib
+import ctypes
 import os
 import resource
 import selectors
@@ -24,7 +25,9 @@ from blockdraft.cli import main
 from fuzz import bench
 
 NOBODY = 65534
+PR_SET_PDEATHSIG = 1
 BROKEN = 70
+LOOK_EVERY = 2.0
 MEMORY = 6 * 2**30
 """Bytes that a child may map beyond what it has at the start: a case that wants more fails in it, and not elsewhere."""
 
@@ -96,7 +99,7 @@ class Outcome:
 
 
 def run(case: Case, good: Path, room: Path, limit: float) -> Outcome:
-    """Run a case on a copy of the good artefacts in ``room``, and kill it after ``limit`` seconds."""
+    """Run a case on a copy of the good artefacts in ``room``; it hangs if it works or waits for ``limit`` seconds."""
     sandbox = room / "sandbox"
     shutil.rmtree(sandbox, ignore_errors=True)
     room.chmod(0o755)
@@ -117,7 +120,7 @@ def run(case: Case, good: Path, room: Path, limit: float) -> Outcome:
         _child(case, sandbox, writes, reads[3])
     for each in (*writes[:3], reads[3]):
         os.close(each)
-    texts, before, hung = _communicate(child, reads[:3], writes[3], sandbox, started + limit)
+    texts, before, hung = _communicate(child, reads[:3], writes[3], sandbox, limit)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     out, err = texts[0].decode(errors="replace"), texts[1].decode(errors="replace")
@@ -166,19 +169,24 @@ def _copy(source: Path, destination: Path) -> None:
 
 
 def _communicate(
-    child: int, reads: tuple[int, ...], go: int, sandbox: Path, end: float
+    child: int, reads: tuple[int, ...], go: int, sandbox: Path, limit: float
 ) -> tuple[list[bytearray], dict[str, tuple[int, int]], bool]:
-    """Read what the child prints until all pipes close, or kill it.
+    """Read what the child prints until all pipes close, or kill it after so many seconds of work, or of none.
 
+    A machine that is busy with something else makes a child slow, and does not make it hang.
     The third pipe says that the sandbox is damaged as planned; the child waits until it has been looked at.
     """
     texts, before = [bytearray(), bytearray(), bytearray()], {}
     with selectors.DefaultSelector() as selector:
         for number, handle in enumerate(reads):
             selector.register(handle, selectors.EVENT_READ, number)
+        used, moved = 0.0, time.monotonic()
         while selector.get_map():
-            ready = selector.select(max(0.0, end - time.monotonic()))
-            if not ready:
+            ready = selector.select(LOOK_EVERY)
+            now = _seconds_used(child)
+            if now > used or ready:
+                used, moved = now, time.monotonic()
+            if used > limit or time.monotonic() - moved > limit:
                 os.kill(child, signal.SIGKILL)
                 return texts, before, True
             for key, _ in ready:
@@ -194,10 +202,17 @@ def _communicate(
     return texts, before, False
 
 
+def _seconds_used(child: int) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _child(case: Case, sandbox: Path, writes: tuple[int, ...], go: int) -> None:
     """Become the command; never returns."""
     code = BROKEN
     try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no case outlives the one that watches it
         os.dup2(writes[0], 1)
         os.dup2(writes[1], 2)
         sys.stdin = open(os.devnull)  # noqa: SIM115, PTH123 - until the end of the process

@@ -28,8 +28,7 @@ from blockdraft.decoding.request import DecodingError, PromptLike
 from blockdraft.drafters import Drafter, Proposal
 from blockdraft.files import write_json
 from blockdraft.targets import Target
-from blockdraft.verification import Rule, Verdict
-from blockdraft.verification.lengths import expected_retention
+from blockdraft.verification import Rule, Verdict, expected_retention
 
 PHASES = ("draft", "verify", "rest")
 TOKENS_PER_TEXT = 8
