@@ -27,7 +27,8 @@ DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))[
 MARKDOWN := README.md CONTRIBUTING.md CHANGELOG.md $(filter-out docs/theory/% docs/reference/recipe-fields.md \
   docs/reference/command-line.md, $(wildcard docs/*.md docs/*/*.md))
 
-.PHONY: help install demo lint format docs reference check test fuzz test-engines test-kernels example bench pins clean
+.PHONY: help install demo lint format docs reference check test fuzz test-engines test-kernels test-gpu example bench pins \
+  clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 \t/' | expand -t 24
@@ -86,6 +87,10 @@ test-engines: $(INSTALLED) $(VLLM_INSTALLED) $(SPECULATORS_INSTALLED) ## real en
 test-kernels: $(INSTALLED) $(TRITON_INSTALLED) ## Triton kernels without a GPU: interpreted, and compiled for A100, H100, B200 (0.7 GB)
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/pytest tests/losses/test_kernels.py
 	PYTHONPATH=$(TRITON) $(BIN)/python tools/compile_kernels.py
+
+GPU_REPORT ?= gpu-report.json
+test-gpu: $(INSTALLED) ## what a GPU can show, into gpu-report.json; without a device everything is skipped by name
+	BLOCKDRAFT_GPU_REPORT=$(GPU_REPORT) $(BIN)/pytest -n 0 -rs tests/gpu/test_device.py
 
 # beside .venv and not in it: with Triton there, PyTorch would take other ways; the version is the one that torch 2.13 asks for
 $(TRITON_INSTALLED):

@@ -4,9 +4,10 @@ import pytest
 
 from blockdraft.data import Completion, OnlineFeatures, TextDataset, build_cache
 from blockdraft.drafters import DrafterConfig, build_drafter
-from blockdraft.recipes import load_recipe
+from blockdraft.recipes import RecipeError, load_recipe
 from blockdraft.targets import load_target, target_shape
-from blockdraft.training import estimate
+from blockdraft.training import estimate, fit
+from blockdraft.training.capacity import named_peak_rate
 
 
 def of(name, assignments=(), **changes):
@@ -67,3 +68,33 @@ def test_steps_and_shares():
     assert (
         of("qwen3-4b-dflash-bv", ["batch.gradient_accumulation_steps=4"]).activation_bytes < alone.activation_bytes / 3
     )
+
+
+def fitted(assignments=(), gib=80, **changes):
+    options = {"num_devices": 8, "num_texts": 100_000, "tokens_per_text": 1000.0}
+    return fit(load_recipe("qwen3-8b-dflash-bv", list(assignments)), gib * 2**30, **(options | changes))
+
+
+def test_accumulation_is_as_little_as_fits():
+    assert fitted().batch.gradient_accumulation_steps == 1
+    assert fitted(["batch.gradient_accumulation_steps=2"]).batch.gradient_accumulation_steps == 2
+    alone = fitted(num_devices=1)
+    steps = alone.batch.gradient_accumulation_steps
+    assert 4 < steps <= 32
+    peak = estimate(alone, num_devices=1, num_texts=100_000, tokens_per_text=1000.0).device_bytes
+    assert peak + 2 * 2**30 <= 80 * 2**30
+
+
+def test_what_cannot_fit_is_refused_with_what_to_set():
+    with pytest.raises(RecipeError, match=r"needs \d+\.\d GiB a device and there are 40\.0.*parallel=fsdp"):
+        fitted(gib=40)
+    with pytest.raises(RecipeError, match="nothing short of more or larger devices"):
+        fitted(gib=16, num_devices=1)
+
+
+def test_peak_rates_are_known_by_name():
+    assert named_peak_rate("NVIDIA H100 80GB HBM3") == 989e12
+    assert named_peak_rate("NVIDIA H100 PCIe") == 756e12
+    assert named_peak_rate("NVIDIA A100-SXM4-80GB") == 312e12
+    assert named_peak_rate("NVIDIA L40S") == 362e12
+    assert named_peak_rate("Something else") is None

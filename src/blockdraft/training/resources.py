@@ -31,8 +31,8 @@ class ResourceEstimate:
     cache_bytes: of a feature cache, should one be made.
     target_bytes, drafter_bytes, optimizer_bytes: per device; weights (and a copy in the computing precision),
         and gradients with AdamW's two moments.
-    gradient_bytes: the gradients alone. Several processes keep them all the time, in the buckets that they exchange;
-        one process makes them while the backward pass gives activations up, so they do not add to the peak.
+    gradient_bytes: the gradients alone. Several processes keep them all the time, in buckets that they exchange; one
+        process makes them while the backward pass gives activations up, so they do not add to the peak.
     activation_bytes: per device and micro-batch: hidden states and features of the target, and what the
         drafter's layers keep for their backward pass.
     backward_bytes: per device: what the backward pass of one layer makes beside, and gradients of hidden states.
@@ -79,9 +79,7 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
     """Estimate what a recipe takes on so many devices with so much data."""
     shape = target_shape(recipe.target.name, recipe.target.shape)
     config = DrafterConfig.for_target(recipe.drafter.kind, shape, **recipe.drafter.config_options())
-    with torch.device("meta"):
-        drafter_parameters = sum(parameter.numel() for parameter in build_drafter(config).parameters())
-    target_parameters = shape.num_parameters
+    target_parameters, drafter_parameters = _counted(recipe.target.name, str(recipe.target.shape), recipe, config)
     on_cpu = _on_cpu(recipe)
     precision = BYTES[recipe.runtime.precision or ("float32" if on_cpu else "bfloat16")]
     target_precision = BYTES[recipe.target.dtype or ("float32" if on_cpu else "bfloat16")]
@@ -125,6 +123,19 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
         training_flops=num_steps
         * step_flops(recipe, config, target_parameters, min(recipe.batch.num_texts, num_texts) * tokens_per_text),
     )
+
+
+_counts: dict[tuple[str, str, DrafterConfig], tuple[int, int]] = {}
+
+
+def _counted(name: str, fields: str, recipe: Recipe, config: DrafterConfig) -> tuple[int, int]:
+    """Return how many weights target and drafter have, from models without storage; building those takes seconds."""
+    key = (name, fields, config)
+    if key not in _counts:
+        with torch.device("meta"):
+            drafter = sum(parameter.numel() for parameter in build_drafter(config).parameters())
+        _counts[key] = target_shape(recipe.target.name, recipe.target.shape).num_parameters, drafter
+    return _counts[key]
 
 
 def step_flops(recipe: Recipe, config: DrafterConfig, target_parameters: int, tokens_per_step: float) -> float:
