@@ -38,9 +38,11 @@ def test_a_layer_is_few_graphs_and_shapes_that_change_do_not_compile_it_anew_for
         position = torch.arange(num_blocks) * 4 + 2
         anchors = Anchors.of(torch.zeros_like(position), position)
         features = torch.randn(1, length, 3 * target.hidden_size)
-        drafter(features, position, anchors, target, FlexAttention)
+        with torch.no_grad():  # PyTorch has no backward pass of flex attention on a CPU
+            drafter(features, position, anchors, target, FlexAttention)
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[-1] == graphs[-2] <= 6, graphs  # two for the pieces around attention, again once for any shape
+    # two pieces around attention in each of three layers, and the same once more for any shape
+    assert graphs[-1] == graphs[-2] <= 12, graphs
     assert sum(counters["graph_break"].values()) <= 3, dict(counters["graph_break"])
 
 
