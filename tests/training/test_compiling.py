@@ -27,7 +27,7 @@ def _fresh():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_layer_is_few_graphs_and_shapes_that_change_do_not_compile_it_anew_for_ever(monkeypatch):
-    """With flex attention left out of the graph, as its own call. The counts are what was found; they may only shrink."""
+    """Flex attention is left out of the graph, as its own call. The counts are those found, and may only shrink."""
     monkeypatch.setattr(attention, "_flex", lambda _compiled: torch._dynamo.disable(attention.flex_attention))
     target = tiny_target(dtype=torch.float32)
     drafter = tiny_drafter("dflash", target, num_layers=3)
