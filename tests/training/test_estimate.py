@@ -86,7 +86,9 @@ def test_accumulation_is_as_little_as_fits():
 
 
 def test_what_cannot_fit_is_refused_with_what_to_set():
-    with pytest.raises(RecipeError, match=r"needs \d+\.\d GiB a device and there are 40\.0.*parallel=fsdp"):
+    with pytest.raises(
+        RecipeError, match=r"needs \d+\.\d GiB a device.* 40\.0.*set runtime\.gradient_checkpointing=true"
+    ):
         fitted(gib=40)
     with pytest.raises(RecipeError, match="nothing short of more or larger devices"):
         fitted(gib=16, num_devices=1)

@@ -34,7 +34,8 @@ def check_compiled(device: torch.device, precision: torch.dtype) -> None:
         intermediate_size=256, num_heads=4, num_kv_heads=2, head_dim=64, rms_norm_eps=1e-6, rope_theta=10_000.0,
         vocab_size=32, mask_token_id=0, num_target_layers=8, target_layers=(1,),
     )  # fmt: skip
-    with torch.random.fork_rng([device]), torch.inference_mode(False), torch.enable_grad():
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(0)
         layer = Layer(config).to(device)
         x, context = (torch.randn(shape, device=device) for shape in ((5, 8, 128), (1, 300, 128)))
