@@ -367,7 +367,7 @@ def test_predictions_of_earlier_weights_are_not_taken_for_those_of_others(tmp_pa
 def test_a_damaged_plan_is_named(tmp_path, content):
     target = tiny_target(dtype=torch.float32)
     (tmp_path / "plan.json").write_text(content)
-    with pytest.raises(EvaluationError, match=r"plan\.json cannot be read"):
+    with pytest.raises(EvaluationError, match=r"plan\.json is damaged"):
         evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path)
 
 

@@ -165,7 +165,7 @@ HALF = '{"tokens": [1], "accepted": [1], "added": [], "seconds": {}}'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "Invalid JSON"),
+        ("{", "it is not JSON"),
         ('{"prompt": "a"}', "drafter: Field required"),
         (
             '{"prompt": "a", "drafter": null, "rule": "blok", "draft_temperature": 1, "turns": []}',

@@ -260,10 +260,16 @@ def test_without_statistics_only_the_sums_of_the_objective_are_taken(name, num_s
     torch.testing.assert_close(value.loss, with_statistics.loss, atol=0, rtol=0)
 
 
-def test_chunks_are_larger_on_an_accelerator():
+def test_chunks_are_larger_on_an_accelerator_and_follow_its_free_memory(monkeypatch):
     assert chunk_bytes(torch.device("cpu")) == CHUNK_BYTES
-    rows = chunk_bytes(torch.device("cuda")) / (151_936 * 2)
-    assert 2_048 < rows < 4_096
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _device: 0)
+    sizes = {}
+    for free in (2**26, 2**31, 2**36):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (free, 2**37))
+        sizes[free] = chunk_bytes(torch.device("cuda"))
+    assert sizes[2**26] == CHUNK_BYTES < sizes[2**31] == 2**28 < sizes[2**36]
+    assert 2_048 < sizes[2**36] / (151_936 * 2) < 4_096
 
 
 def test_nan_in_padding_reaches_no_gradient():

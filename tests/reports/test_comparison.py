@@ -74,7 +74,7 @@ def test_files_of_targets_never_share_a_name(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "has no results.json"), ("{", "cannot be read"), ('{"format": "other"}', "format")],
+    [(None, "has no results.json"), ("{", "is damaged: it is not JSON"), ('{"format": "other"}', "format")],
 )
 def test_unreadable_folders(tmp_path, content, message):
     if content is not None:
