@@ -14,7 +14,7 @@ from blockdraft.decoding import Generation, Round, generate
 from blockdraft.drafters import SHIPPED, save_drafter
 from blockdraft.evaluation.results import Interval
 from blockdraft.evaluation.shipped import MeasuredLengths
-from blockdraft.quick import NothingShippedError, QuickAnswer, answer_twice, fastest_shipped, quick_prompts
+from blockdraft.quick import NothingShippedError, QuickAnswer, answer_twice, best_shipped, quick_prompts
 
 from commands import blockdraft
 from tiny import tiny_drafter, tiny_target
@@ -32,13 +32,13 @@ def tiny(tmp_path, monkeypatch):
     return target, tmp_path / "drafter"
 
 
-def lengths(rule, choice, speedup):
+def lengths(rule, choice, length):
     def one(x):
         return Interval(value=x, low=x, high=x)
 
     return MeasuredLengths(
-        rule=rule, choice=choice, draft_temperature=1.0, predicted_length=one(4.0), acceptance_length=one(4.0),
-        speedup=one(speedup),
+        rule=rule, choice=choice, draft_temperature=1.0, predicted_length=one(length), acceptance_length=one(4.0),
+        speedup=one(1.0),
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def record(name, target="pocket", *rows):
     return SimpleNamespace(name=name, target=target, measured=SimpleNamespace(lengths=list(rows)) if rows else None)
 
 
-def test_the_fastest_drafter_of_the_target_is_taken(monkeypatch):
+def test_the_longest_drafter_of_the_target_is_taken(monkeypatch):
     found = [
         record("unmeasured"),
         record("slow", "pocket", lengths("block", "paper", 1.5), lengths("greedy", "paper", 9.0)),
@@ -55,12 +55,12 @@ def test_the_fastest_drafter_of_the_target_is_taken(monkeypatch):
         record("another target's", "smollm2", lengths("block", "paper", 8.0)),
     ]
     monkeypatch.setattr(quick, "shipped_drafters", lambda: found)
-    assert fastest_shipped("pocket").name == "fast"
-    assert fastest_shipped("smollm2").name == "another target's"
+    assert best_shipped("pocket").name == "fast"
+    assert best_shipped("smollm2").name == "another target's"
     del found[1:]
-    assert fastest_shipped("pocket").name == "unmeasured"
+    assert best_shipped("pocket").name == "unmeasured"
     with pytest.raises(NothingShippedError, match="no drafter for smollm2"):
-        fastest_shipped("smollm2")
+        best_shipped("smollm2")
 
 
 def test_answers_are_those_of_generate_and_their_speeds_are_pooled(tiny):

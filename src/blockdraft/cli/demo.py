@@ -35,7 +35,7 @@ def demo(
         typer.Option(
             metavar="NAME",
             help="With --quick, the drafter: a shipped one (see drafters ls), or a folder.",
-            show_default="the fastest that is shipped",
+            show_default="the one with the longest predicted length",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -90,9 +90,9 @@ def _whole(target: str, folder: Path, as_json: bool) -> None:
 def _quick(target: str, drafter: str | None, as_json: bool) -> None:
     from rich.console import Console
 
-    from blockdraft.quick import fastest_shipped
+    from blockdraft.quick import best_shipped
 
-    name = drafter or fastest_shipped(target).name  # before the seconds that PyTorch and the target take
+    name = drafter or best_shipped(target).name  # before the seconds that PyTorch and the target take
     show = Show(Console(highlight=False, soft_wrap=True), silent=as_json)
     answers = show.run(target, name)
     if as_json:

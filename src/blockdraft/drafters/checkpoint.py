@@ -181,6 +181,7 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     whole = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     with files.atomic_write(folder / WEIGHTS) as unfinished, files.naming_write_errors(folder / WEIGHTS):
         save_file(whole, unfinished, metadata={"format": "pt"})
+        unfinished.chmod(0o644)  # safetensors leaves it to the owner alone, and servers run as somebody else
 
 
 def write_json(values: dict[str, Any], folder: Path) -> None:
