@@ -128,6 +128,7 @@ def set_up() -> None:
     nn.functional.rms_norm = _rms_norm
     nn.Module._apply = _apply  # type: ignore[method-assign]
     Target._refuse_unfaithful = lambda _self: None
+    target_module._refuse_non_finite = lambda _model, _name: None
     target_module.weights_fingerprint = lambda _module: "0" * 16
     FakeTensor.tolist = lambda self: (self.flatten()[0].item(), [False] * self.numel())[1]
     Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
