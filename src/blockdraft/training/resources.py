@@ -8,6 +8,7 @@ GiB) are not in them.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -208,7 +209,7 @@ def fit(recipe: Recipe, memory: int, *, num_devices: int, num_texts: int, tokens
             return fitting
         steps = steps + 1 if steps < 4 else min(2 * steps, most) if steps < most else most + 1
     runtime = fitting.runtime
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "runtime.gradient_checkpointing=true": {"gradient_checkpointing": True},
         "runtime.parallel=fsdp": {"parallel": "fsdp"},
         "runtime.shard_target=true": {"shard_target": True},
