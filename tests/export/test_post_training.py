@@ -71,6 +71,14 @@ def test_the_same_command_resumes_and_the_recorded_recipe_trains_again(place):
     assert ended.code == 0, ended.err
 
 
+def test_a_drafter_must_be_named(place):
+    command = [each for each in SMALL if not each.startswith("drafter.initial")]
+    ended = blockdraft("train", "qwen3-4b-dflash-bv-post", *command, "--out", "nobody", cwd=place)
+    assert ended.code == 2
+    assert "trains a drafter further: name it, as in drafter.initial=FOLDER" in ended.err
+    assert not (place / "nobody" / "metrics.jsonl").exists()
+
+
 def test_a_drafter_of_ours_has_no_format_to_go_back_to(place):
     patient(place / "flat", tiny_drafter("dflash", target(), num_layers=1), zlab)
     ended = blockdraft("export", "flat", "--out", "flat-again", "--target", "./target", cwd=place)

@@ -13,7 +13,7 @@ from blockdraft.errors import BlockdraftError
 from blockdraft.losses import Objective, objective
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-KNOWN_INITIAL = ("scratch", "target")
+KNOWN_INITIAL = ("scratch", "target", "required")
 
 
 class RecipeError(BlockdraftError):
@@ -57,7 +57,8 @@ class DrafterSection(Section):
     markov_rank: int = Field(256, ge=1, description="DSpark only: rank of the Markov head")
     initial: str = Field(
         "scratch",
-        description="scratch, target (its own last layers), or a drafter to train on: shipped, a folder, a Hub id",
+        description="scratch, target (its own last layers), or a drafter to train on: shipped, a folder, a Hub id; "
+        "required in recipes that leave it to the user to name one",
     )
 
     @field_validator("vocab_size")

@@ -18,6 +18,8 @@ def new_drafter(recipe: Recipe, target: Target, dataset: TextDataset | None = No
 
     A reduced draft vocabulary is chosen from the texts of ``dataset``; a drafter that is trained further keeps its own.
     """
+    if recipe.drafter.initial == "required":
+        raise RecipeError("this recipe trains a drafter further: name it, as in drafter.initial=FOLDER")
     if recipe.drafter.initial not in ("scratch", "target"):
         return continue_from(recipe, target)
     options = recipe.drafter.config_options()
