@@ -1,7 +1,7 @@
 """One training step of ours, taken apart: a worker that `training.py` asks for steps, one at a time.
 
 The trainer, its loader and its batches are the product's own; only clocks are hung around the calls that make up a
-step. Texts have random tokens: what a step costs does not depend on which ones.
+step. Texts have random tokens: what a step costs does not depend on which ones, if the drafter can propose them.
 """
 
 import argparse
@@ -28,6 +28,9 @@ from measuring import Peak, serve
 PROMPT, RESPONSE = (12, 48), (64, 256)
 """Shortest and longest, in tokens."""
 
+DIFFERENT_TOKENS = 4000
+"""Number of tokens that responses are drawn from, fewer than any reduced draft vocabulary here."""
+
 SQUARE = 1536
 """Side of the matrices whose product gives the machine's rate."""
 
@@ -43,7 +46,8 @@ class Dice(Engine):
     def run(self, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
         for each in conversations:
             rng = np.random.default_rng(each.index)
-            each.answer(rng.integers(100, each.target.vocab_size, rng.integers(*RESPONSE)).tolist())
+            last = min(each.target.vocab_size, 100 + DIFFERENT_TOKENS)
+            each.answer(rng.integers(100, last, rng.integers(*RESPONSE)).tolist())
             yield each
 
     def describe(self) -> dict[str, Any]:
@@ -184,6 +188,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = [
             f"data.path={folder}/data",
+            f"data.cache={folder}/cache",
             "data.num_heldout=0",
             "optimizer.num_train_epochs=100000",
             *options.assignments,
