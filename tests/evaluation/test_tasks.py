@@ -1,12 +1,14 @@
 """Which prompts are asked."""
 
 import json
+from inspect import signature
 
 import datasets
 import pytest
 
+from blockdraft.cli.evaluate import evaluate
 from blockdraft.data import Prompt, write_prompts
-from blockdraft.evaluation import EvaluationError, load_tasks
+from blockdraft.evaluation import EvaluationError, Protocol, load_tasks
 from blockdraft.evaluation.tasks import BENCHMARKS, choose, code, contest, reason
 
 
@@ -23,6 +25,13 @@ def test_the_protocol_is_the_papers():
     assert counts == {
         "gsm8k": ("math", 512), "math500": ("math", 500), "aime25": ("math", 30), "humaneval": ("code", 164),
         "mbpp": ("code", 257), "livecodebench": ("code", 256), "mt-bench": ("chat", 80),
+    }  # fmt: skip
+    protocol = Protocol()
+    assert (protocol.rules, protocol.temperature, protocol.max_new_tokens) == (("greedy", "token", "block"), 1.0, 256)
+    assert protocol.dynamics_texts * protocol.dynamics_blocks == 4096
+    given = signature(evaluate).parameters
+    assert {name: given[name].default for name in ("temperature", "max_new_tokens", "dynamics_texts")} == {
+        "temperature": 1.0, "max_new_tokens": 256, "dynamics_texts": 512,
     }  # fmt: skip
 
 
