@@ -102,6 +102,8 @@ class Study:
         arguments += ["--dynamics-texts", str(evaluation.dynamics_texts)]
         if evaluation.num_prompts is not None:
             arguments += ["--num-prompts", str(evaluation.num_prompts)]
+        if evaluation.num_decoded is not None:
+            arguments += ["--num-decoded", str(evaluation.num_decoded)]
         if evaluation.prompts is not None:
             arguments += ["--prompts", str(evaluation.prompts)]
         return Job(
@@ -168,10 +170,10 @@ class Study:
             for cell in reversed(left)
             if cell.recipe.data.features == "cached"
         }
-        for cell in first.values():  # it builds the cache that the others of its seed read
-            self._run([self.training_job(cell)], 1, show)
-        others = [self.training_job(cell) for cell in left if cell not in first.values()]
-        self._run(others, self.num_jobs, show)
+        builders = {cell.name for cell in first.values()}  # each builds the cache that the others of its seed read
+        for is_turn in (True, False):
+            turn = [self.training_job(cell) for cell in left if (cell.name in builders) == is_turn]
+            self._run(turn, self.num_jobs, show)
 
     def _evaluate(self) -> None:
         pairs = [(target, seed) for seed in self.recipe.seeds for target in self.recipe.targets]
