@@ -2,12 +2,15 @@
 
 import csv
 import json
+import re
 
 import pytest
 
 from blockdraft.recipes import RecipeError
 from blockdraft.study import Study, StudyError, load_study, shipped_studies
 from blockdraft.study.summary import Spread
+
+from commands import blockdraft
 
 TINY = """
 name: tiny
@@ -53,6 +56,19 @@ def test_mistakes_are_said_before_anything_runs(tmp_path):
     file.write_text(TINY.replace("seeds: [1]", "sed: [1]"))
     with pytest.raises(StudyError, match="sed"):
         load_study(file)
+
+
+def test_the_plan_assumes_what_the_study_says_unless_told_otherwise():
+    def hours(*arguments):
+        ended = blockdraft("study", *arguments, "--plan")
+        assert ended.code == 0, ended.err
+        return float(re.search(r"cells, ([\d.,]+) hours", ended.out).group(1).replace(",", "")), ended.out
+
+    slow, text = hours("pocket-short")
+    assert "on 1 device each, at 40% of 0.1 TFLOP/s" in text
+    fast, text = hours("pocket-short", "--tflops", "0.2", "--efficiency", "0.8")
+    assert "on 1 device each, at 80% of 0.2 TFLOP/s" in text
+    assert 0 < fast == pytest.approx(slow / 4, abs=0.06)
 
 
 def test_a_spread_over_seeds_is_students():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from blockdraft.study import Study
+    from blockdraft.study import Study, StudyHardware
 
 
 def study(
@@ -23,10 +23,16 @@ def study(
         int | None, typer.Option(min=1, help="Cells that train at the same time; one for each core if not given.")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show cells, cost and commands, and run nothing.")] = False,
-    devices: Annotated[int, typer.Option(min=1, help="Devices for each cell, for the plan's hours and memory.")] = 8,
-    tflops: Annotated[float, typer.Option(min=0.001, help="Peak rate of a device, for the plan's hours.")] = 989.0,
-    efficiency: Annotated[float, typer.Option(min=0.001, max=1.0, help="Share of it that is reached.")] = 0.2,
-    tokens_per_text: Annotated[float, typer.Option(min=1, help="Mean length of a text, for the plan.")] = 1000,
+    devices: Annotated[int | None, typer.Option(min=1, help="The devices of a cell that the plan assumes.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(min=0.001, help="The peak rate of a device in TFLOP/s that the plan assumes.")
+    ] = None,
+    efficiency: Annotated[
+        float | None, typer.Option(min=0.001, max=1.0, help="The share of the peak rate that the plan assumes.")
+    ] = None,
+    tokens_per_text: Annotated[
+        float | None, typer.Option(min=1, help="The mean length of a text that the plan assumes if there is no data.")
+    ] = None,
 ) -> None:
     """Run a whole experiment, over objectives and seeds.
 
@@ -40,7 +46,9 @@ def study(
     num_jobs = jobs or os.cpu_count() or 1
     folder = out or Path("studies") / loaded.name
     if plan:
-        _show_plan(Study(loaded, folder), devices, tflops, efficiency, tokens_per_text)
+        given = {"devices": devices, "tflops": tflops, "efficiency": efficiency, "tokens_per_text": tokens_per_text}
+        assumed = loaded.hardware.model_copy(update={key: x for key, x in given.items() if x is not None})
+        _show_plan(Study(loaded, folder), assumed)
         return
     print(f"{loaded.name}: {len(loaded.cells)} cells in {folder}, {num_jobs} at a time", file=sys.stderr)
     with Stages() as stages:
@@ -52,7 +60,7 @@ def study(
     print(f"the report: {summary.page}")
 
 
-def _show_plan(study: "Study", devices: int, tflops: float, efficiency: float, tokens_per_text: float) -> None:
+def _show_plan(study: "Study", assumed: "StudyHardware") -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -65,24 +73,25 @@ def _show_plan(study: "Study", devices: int, tflops: float, efficiency: float, t
         table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=True)
     total = 0.0
     for cell in study.recipe.cells:
-        num_texts, length = study.recipe.targets[cell.target].num_prompts, tokens_per_text
+        num_texts, length = study.recipe.targets[cell.target].num_prompts, assumed.tokens_per_text
         folder = study.data_folder(cell.target)
         if os.path.lexists(folder / MANIFEST):  # otherwise it is not made yet, and will be what the study asks for
             counts = read_manifest(folder).totals
             num_texts = max(1, counts.rows)
             length = (counts.prompt_tokens + counts.response_tokens) / num_texts
-        found = estimate(cell.recipe, num_devices=devices, num_texts=num_texts, tokens_per_text=length)
-        hours = found.hours(tflops, efficiency)
+        found = estimate(cell.recipe, num_devices=assumed.devices, num_texts=num_texts, tokens_per_text=length)
+        hours = found.hours(assumed.tflops, assumed.efficiency)
         total += hours
         done, _of = study.steps_done(cell)
         table.add_row(
-            cell.name, f"{found.num_steps:,}", f"{done:,}", f"{found.device_bytes / 2**30:.1f}", f"{hours:.1f}"
+            cell.name, f"{found.num_steps:,}", f"{done:,}", f"{found.device_bytes / 2**30:.1f}", f"{hours:.2f}"
         )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     console.print(
-        f"{len(study.recipe.cells)} cells, {total:,.0f} hours of training on {devices} devices each, at "
-        f"{efficiency:.0%} of {tflops:g} TFLOP/s; data and evaluation are not counted"
+        f"{len(study.recipe.cells)} cells, {total:,.1f} hours of training on {assumed.devices} "
+        f"{'devices' if assumed.devices > 1 else 'device'} each, at {assumed.efficiency:.0%} of {assumed.tflops:g} "
+        "TFLOP/s; data and evaluation are not counted"
     )
     console.print("\ncommands, each of which resumes by itself (torchrun -m blockdraft ... on several devices):")
     for job in [*study.data_jobs(), *map(study.training_job, study.recipe.cells)]:

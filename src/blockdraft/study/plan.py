@@ -56,6 +56,15 @@ class StudyEvaluation(Section):
     dynamics_texts: int = Field(0, ge=0, description="training texts for the figure of training dynamics")
 
 
+class StudyHardware(Section):
+    """What the hours and the memory of the plan assume; it changes nothing in what is run."""
+
+    devices: int = Field(8, ge=1, description="devices that train a cell together")
+    tflops: float = Field(989.0, gt=0, description="peak rate of a device in TFLOP/s")
+    efficiency: float = Field(0.2, gt=0, le=1, description="share of the peak rate that is reached")
+    tokens_per_text: float = Field(1000.0, ge=1, description="mean length of a text, until there is a data folder")
+
+
 class StudyRecipe(Section):
     """A study: every combination of its targets, drafters, objectives and seeds is a cell."""
 
@@ -66,6 +75,7 @@ class StudyRecipe(Section):
     seeds: list[int] = Field([42], min_length=1, description="each seed is a cell of its own")
     set: list[str] = Field([], description="recipe fields for all cells, as key.path=value")
     evaluation: StudyEvaluation = StudyEvaluation()
+    hardware: StudyHardware = StudyHardware()
 
     @field_validator("targets", "objectives")
     @classmethod
