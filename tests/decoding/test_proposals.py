@@ -1,9 +1,15 @@
 """The number of proposals: the choice on costs and lengths made by hand, and what is measured for it."""
 
+import math
+from collections import Counter
+from copy import deepcopy
+from itertools import product
+
 import pytest
 import torch
 
 from blockdraft.decoding import (
+    AdaptiveProposals,
     DecodingError,
     RoundCosts,
     best_num_proposals,
@@ -12,6 +18,7 @@ from blockdraft.decoding import (
     measure_costs,
 )
 from blockdraft.decoding.proposals import costs_file, lengths_of, measure_lengths, remembered, tokens_per_second
+from blockdraft.verification import law
 
 from tiny import EOS, tiny_drafter, tiny_target
 
@@ -111,3 +118,64 @@ def test_the_choice_from_given_numbers_runs_no_model(target):
     drafter = tiny_drafter("dflash", target)
     chosen = choose_num_proposals(target, drafter, [], lengths=[1.9, 2.0, 2.0, 2.0], costs=costs(1, 1, 1.2, 1.3, 1.4))
     assert chosen.num_proposals == 1
+
+
+def test_adaptive_proposals_follow_what_was_kept():
+    cheap, dear = costs(1, 1.05, 1.1, 1.15, 1.2), costs(1, 1.8, 2.6, 3.4, 4.2)
+    assert AdaptiveProposals(cheap).next() == 4
+    assert AdaptiveProposals(dear).next() == 1
+    policy = AdaptiveProposals(costs(1, 1.3, 1.6, 1.9, 2.2), alpha=0.5, prior=2.0, memory=0.5)
+    policy.update(4, 3)
+    assert (policy.kept, policy.rejected) == (0.5 + 3, 0.5 + 1)
+    policy.update(2, 2)
+    assert (policy.kept, policy.rejected) == (1.75 + 2, 0.75)
+    found = []
+    for accepted in (4, 4, 4, 4, 0, 0, 0, 0):
+        policy.update(4, accepted)
+        found.append(policy.next())
+    assert found[3] == 4
+    assert found[-1] == 1
+    assert found[4:] == sorted(found[4:], reverse=True)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_texts_with_adaptive_proposals_have_the_targets_law(rule):
+    """All blocks, coins and next tokens are enumerated; a number that looks at a token that it drops is not lossless."""
+    torch.manual_seed(0)
+    tokens, num_tokens = 2, 3
+    p = {prefix: torch.rand(tokens, dtype=torch.float64) for n in range(6) for prefix in product((0, 1), repeat=n)}
+    q = {prefix: torch.rand(tokens, dtype=torch.float64) for prefix in p}
+    p, q = ({prefix: each / each.sum() for prefix, each in table.items()} for table in (p, q))
+    chosen = set()
+
+    def texts(prefix, policy, peeks):
+        if len(prefix) >= num_tokens:
+            return {prefix[:num_tokens]: 1.0}
+        found = Counter()
+        for block in product(range(tokens), repeat=2):
+            number = policy.next()
+            chosen.add(number)
+            if peeks:
+                number = 1 + (block[1] == 0)
+            chance = math.prod(float(q[prefix + block[:i]][block[i]]) for i in range(2))
+            rows = [torch.stack([table[prefix + block[:i]] for i in range(number + end)])[None]
+                    for table, end in ((p, 1), (q, 0))]  # fmt: skip
+            accept, residual = law(rule, *rows, torch.tensor([block[:number]]))
+            for k, token in product(range(number + 1), range(tokens)):
+                later = deepcopy(policy)
+                later.update(number, k)
+                weight = chance * float(accept[0, k] * residual[0, k, token])
+                for text, after in texts((*prefix, *block[:k], token), later, peeks).items():
+                    found[text] += weight * after
+        return found
+
+    def distance(peeks):
+        begun = AdaptiveProposals(costs(1, 1.5, 2.0), alpha=0.6, prior=1.0)
+        found = texts((), begun, peeks)
+        wanted = {text: math.prod(float(p[text[:i]][text[i]]) for i in range(num_tokens)) for text in found}
+        assert sum(found.values()) == pytest.approx(1)
+        return max(abs(found[text] - wanted[text]) for text in wanted)
+
+    assert distance(peeks=False) < 1e-12
+    assert chosen == {1, 2}
+    assert distance(peeks=True) > 1e-3

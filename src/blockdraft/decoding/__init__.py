@@ -2,6 +2,7 @@
 
 from blockdraft.decoding.generation import Generation, OnVerdict, Round, generate
 from blockdraft.decoding.proposals import (
+    AdaptiveProposals,
     ProposalChoice,
     RoundCosts,
     best_num_proposals,
@@ -11,6 +12,7 @@ from blockdraft.decoding.proposals import (
 from blockdraft.decoding.request import DecodingError, PromptLike, context_limit, prompt_ids, room
 
 __all__ = [
+    "AdaptiveProposals",
     "DecodingError",
     "Generation",
     "OnVerdict",

@@ -5,7 +5,8 @@ A round of b proposals yields on average L(b) tokens, which prediction knows, an
     T(b) = draft(b) + verify(b) + rest(b)
 
 seconds, which are measured once: drafting b tokens, a pass of the target over 1 + b, and all else. The best b is the
-argmax of L(b) / T(b). A drafter that was trained with B can propose any b up to B; decoding stays lossless.
+argmax of L(b) / T(b). A drafter that was trained with B can propose any b up to B; decoding stays lossless. One number
+for all texts is `choose_num_proposals`; `AdaptiveProposals` chooses anew in every round of a text.
 """
 
 import hashlib
@@ -97,6 +98,43 @@ def best_num_proposals(costs: RoundCosts, lengths: Sequence[float]) -> ProposalC
     speeds = tokens_per_second(costs, lengths)
     best = max(range(1, len(speeds)), key=lambda number: (speeds[number], -number))
     return ProposalChoice(best, tuple(lengths), costs)
+
+
+class AdaptiveProposals:
+    """Chooses the number of proposals of every round of a text by what the rounds before it kept.
+
+    If a drafted token is kept with probability alpha whenever those before it were, a round of b proposals yields
+    L(b) = 1 + alpha + .. + alpha^b tokens. alpha is estimated along the text, and the next round proposes the argmax of
+    L(b) / T(b). Decoding stays lossless, since the number depends on committed tokens alone and on nothing of the
+    block that it decides about.
+    """
+
+    def __init__(self, costs: RoundCosts, *, alpha: float = 0.75, prior: float = 8.0, memory: float = 0.9) -> None:
+        """Begin a text.
+
+        Args:
+            costs: T(b), measured.
+            alpha: the probability to begin with.
+            prior: how many drafted tokens that beginning is worth.
+            memory: the weight of a round beside the one after it.
+        """
+        self.costs, self.memory = costs, memory
+        self.kept, self.rejected = alpha * prior, (1 - alpha) * prior
+
+    @property
+    def alpha(self) -> float:
+        """The estimated probability that a drafted token is kept if those before it were."""
+        return self.kept / (self.kept + self.rejected)
+
+    def next(self) -> int:
+        """Return how many tokens to propose in the next round: at least one."""
+        retention = [self.alpha**position for position in range(1, self.costs.num_proposals + 1)]
+        return best_num_proposals(self.costs, lengths_of(retention)).num_proposals
+
+    def update(self, proposed: int, accepted: int) -> None:
+        """Take in a round that kept so many of the tokens that it proposed; what follows the first loss is unknown."""
+        self.kept = self.memory * self.kept + accepted
+        self.rejected = self.memory * self.rejected + (accepted < proposed)
 
 
 # Measuring
