@@ -140,7 +140,7 @@ def test_adaptive_proposals_follow_what_was_kept():
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_texts_with_adaptive_proposals_have_the_targets_law(rule):
-    """All blocks, coins and next tokens are enumerated; a number that looks at a token that it drops is not lossless."""
+    """All blocks, coins and next tokens are enumerated; a number that looks at a token it drops is not lossless."""
     torch.manual_seed(0)
     tokens, num_tokens = 2, 3
     p = {prefix: torch.rand(tokens, dtype=torch.float64) for n in range(6) for prefix in product((0, 1), repeat=n)}
