@@ -31,15 +31,18 @@ from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, RecipeError, is_annealed
 from blockdraft.runs import Run, RunError, RunInfo, RunTarget
 from blockdraft.targets import Sampling, Target, fingerprint
-from blockdraft.training.compiling import compiles
-from blockdraft.training.initialization import new_drafter, with_shape
-from blockdraft.training.loader import PrefetchingLoader
-from blockdraft.training.measuring import DecodedPrompts, HeldOutBlocks, Rates, summary
-from blockdraft.training.optimizers import learning_rate_at, make_optimizers, scale_gradients
+from blockdraft.training.initialization import Coverage, coverage, new_drafter, with_shape
+from blockdraft.training.measuring import DecodedPrompts, HeldOutBlocks, MetricsLog, Rates, check_trackers, summary
 from blockdraft.training.resources import step_flops
-from blockdraft.training.step import TrainingStep, check_batch
-from blockdraft.training.trackers import MetricsLog, check_trackers
-from blockdraft.training.vocabulary import Coverage, coverage
+from blockdraft.training.step import (
+    PrefetchingLoader,
+    TrainingStep,
+    check_batch,
+    compiles,
+    learning_rate_at,
+    make_optimizers,
+    scale_gradients,
+)
 from blockdraft.verification import RULES
 
 SUMS = ("numerator", "denominator", "num_blocks", *RULES, "stop")
