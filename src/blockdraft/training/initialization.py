@@ -1,7 +1,8 @@
 """The drafter that a run starts with: where its first weights come from, and which tokens it may propose.
 
 Weights come from chance, the target's own last layers, or another drafter. A reduced draft vocabulary is chosen from
-the training texts, and measured by how far it can carry a drafter."""
+the training texts, and measured by how far it can carry a drafter.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """What is measured while training goes on, and where it is written.
 
 Measured are expected accepted lengths, real decoding, and how fast it goes. Metrics go to ``metrics.jsonl`` always,
-and to TensorBoard, Weights & Biases or trackio if asked."""
+and to TensorBoard, Weights & Biases or trackio if asked.
+"""
 
 import importlib.util
 import json

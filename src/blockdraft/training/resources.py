@@ -4,7 +4,8 @@ Weights, optimizer and files are counted exactly. Activations, the backward
 pass's working set and the objective's buffers are sums over the tensors that
 the layers keep; tests hold them to within a tenth of what is counted, operator
 by operator, on a fake GPU. The allocator's waste and the CUDA context (1 to 2
-GiB) are not in them."""
+GiB) are not in them.
+"""
 
 import resource
 import sys

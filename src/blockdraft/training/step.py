@@ -1,6 +1,7 @@
 """The parts of one optimizer step: batches made ahead of time, the pass through drafter and objective, optimizers.
 
-On a GPU the drafter's layers are compiled, if compiled ones then compute what they should."""
+On a GPU the drafter's layers are compiled, if compiled ones then compute what they should.
+"""
 
 import math
 import time
@@ -24,7 +25,7 @@ from blockdraft.drafters.config import DrafterConfig, SlotLayout
 from blockdraft.drafters.drafter import default_attention
 from blockdraft.losses import BlockStatistics, Objective, block_scores, block_statistics, fused_linear_objective
 from blockdraft.losses.anchor_runs import check_runs
-from blockdraft.losses.fused import TargetIndex
+from blockdraft.losses.head_products import TargetIndex
 from blockdraft.losses.reduced import ReducedTarget, draft_index, restrict_labels
 from blockdraft.losses.scores import check_labels
 from blockdraft.muon import Muon
