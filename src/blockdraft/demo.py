@@ -24,8 +24,7 @@ from blockdraft.data import (
     regenerate,
     write_prompts,
 )
-from blockdraft.data.selection import draw
-from blockdraft.data.sources import pocket_prompts
+from blockdraft.data.selection import draw, pocket_prompts
 from blockdraft.drafters import DrafterConfig
 from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation import Evaluation, Protocol, Results, load_candidates, load_tasks, shipped_drafters

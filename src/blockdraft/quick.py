@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from blockdraft.decoding import Generation, Round, generate
 from blockdraft.drafters import Drafter
 from blockdraft.errors import BlockdraftError
-from blockdraft.evaluation.shipped import ShippedDrafter, shipped_drafters
+from blockdraft.evaluation.candidates import ShippedDrafter, shipped_drafters
 from blockdraft.pocket import FAMILIES, heldout
 from blockdraft.targets import Target
 

@@ -7,8 +7,7 @@ one, and so that a drafter whose configuration is wrong can still be measured.
 from collections.abc import Iterator
 from typing import Any
 
-from blockdraft.doctor.findings import Finding, listed
-from blockdraft.doctor.folder import LAYERS, Folder, as_number, as_section, is_int
+from blockdraft.doctor.folder import LAYERS, Finding, Folder, as_number, as_section, is_int, listed
 from blockdraft.drafters.checkpoint import CONFIG
 from blockdraft.drafters.config import recorded_fingerprint
 from blockdraft.drafters.formats import ARCHITECTURES, FINGERPRINT, NUM_ANCHORS, USUAL

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from blockdraft.doctor.findings import Finding, listed
-from blockdraft.doctor.folder import Folder
+from blockdraft.doctor.folder import Finding, Folder, listed
 from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.drafters.checkpoint import CONFIG, DRAFT_IDS, WEIGHTS
 from blockdraft.drafters.formats import D2T, EMBEDDING, HEAD, T2D, frozen_names
