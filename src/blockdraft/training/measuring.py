@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from blockdraft.data import BatchSampler, Features, TextDataset, collate, partition
+from blockdraft.data import BatchSampler, Features, OnlineFeatures, TextDataset, collate, partition
 from blockdraft.decoding import generate
 from blockdraft.distributed import Distributed
 from blockdraft.drafters import Drafter
 from blockdraft.losses import BlockStatistics, objective
 from blockdraft.recipes import Recipe, RecipeError
 from blockdraft.targets import Target
+from blockdraft.training.initialization import Coverage, coverage
 from blockdraft.training.resources import peak_memory, peak_rate
 from blockdraft.training.step import PrefetchingLoader, TrainingStep, check_batch
 from blockdraft.verification import RULES
@@ -144,6 +145,61 @@ class DecodedPrompts:
         rounds = [each for out in found for each in out.rounds]
         length = sum(len(each.tokens) for each in rounds) / max(1, len(rounds))
         return {"decoded_length_block": length, "decoded_text": found[0].text}
+
+
+class HeldOut:
+    """Measures a drafter on held-out texts: expected accepted lengths and, if asked for, what decoding retains.
+
+    coverage: what a reduced draft vocabulary leaves of these texts; None if the drafter has all tokens.
+    decoded: the prompts that are decoded, in the process that does it; None if there are none.
+    """
+
+    def __init__(
+        self,
+        blocks: HeldOutBlocks,
+        decoded: DecodedPrompts | None,
+        coverage: Coverage | None,
+        drafter: Drafter,
+        distributed: Distributed,
+        lockstep: bool,
+    ) -> None:
+        self.blocks, self.decoded, self.coverage = blocks, decoded, coverage
+        self._drafter, self._distributed, self._lockstep = drafter, distributed, lockstep
+
+    @classmethod
+    def of(
+        cls,
+        texts: TextDataset,
+        recipe: Recipe,
+        drafter: Drafter,
+        temperature: float,
+        target: Target,
+        distributed: Distributed,
+    ) -> "HeldOut | None":
+        """Prepare what a recipe asks to measure, at the objective's temperature; None where no text is held out."""
+        runtime, logging, config = recipe.runtime, recipe.logging, drafter.config
+        lockstep = distributed.is_distributed and (runtime.parallel == "fsdp" or runtime.shard_target)
+        if lockstep and logging.decode_prompts:
+            raise RecipeError(
+                "logging.decode_prompts needs whole models in one process, and these are sharded; set it to 0, "
+                "or train with runtime.parallel=ddp and runtime.shard_target=false"
+            )
+        if not len(texts):
+            return None
+        covered, decoded, ids = None, None, drafter.draft_ids
+        if ids is not None:
+            covered = coverage(texts, ids.cpu().numpy(), target.vocab_size, config.num_proposals)
+        features = OnlineFeatures(target, config.target_layers, None if ids is None else temperature)
+        blocks = HeldOutBlocks(texts, logging.heldout_blocks, config.num_proposals, recipe.seed, features, temperature)
+        if logging.decode_prompts and distributed.is_main:
+            decoded = DecodedPrompts(texts, logging.decode_prompts, target, temperature, recipe.seed)
+        return cls(blocks, decoded, covered, drafter, distributed, lockstep)
+
+    def measure(self, step: TrainingStep) -> dict[str, Any]:
+        """Return what was measured, by the names of ``metrics.jsonl``."""
+        stats = self.blocks.measure(step, self._distributed, lockstep=self._lockstep)
+        measured: dict[str, Any] = {f"heldout_{name}": value for name, value in summary(stats).items()}
+        return measured if self.decoded is None else measured | self.decoded.measure(self._drafter)
 
 
 TRACKERS = ("wandb", "trackio")

@@ -5,7 +5,7 @@ On a GPU the drafter's layers are compiled, if compiled ones then compute what t
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +17,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
-from blockdraft.data import Batch, BatchSampler, TextAnchors, collate, partition
+from blockdraft.data import (
+    Batch,
+    BatchSampler,
+    CachedFeatures,
+    Features,
+    OnlineFeatures,
+    TextAnchors,
+    TextDataset,
+    collate,
+    partition,
+)
+from blockdraft.data.features import build_cache, refuse_large_cache
+from blockdraft.distributed import Distributed
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.attention import Anchors, BlockAttention, ReferenceAttention
 from blockdraft.drafters.backbone import Layer
@@ -29,7 +41,8 @@ from blockdraft.losses.head_products import TargetIndex
 from blockdraft.losses.reduced import ReducedTarget, draft_index, restrict_labels
 from blockdraft.losses.scores import check_labels
 from blockdraft.muon import Muon
-from blockdraft.recipes.schema import OptimizerSection
+from blockdraft.recipes import Recipe
+from blockdraft.recipes.schema import OptimizerSection, RuntimeSection
 from blockdraft.selfcheck import compare, passes_check
 from blockdraft.targets import Target, TargetOutput
 
@@ -82,6 +95,47 @@ class PrefetchingLoader:
         some = chosen[0].text
         batch = collate([TextAnchors(some, np.array([dataset.prompt_lengths[some]]))], dataset, num_proposals)
         return replace(batch, valid=torch.zeros_like(batch.valid))
+
+
+def make_features(
+    recipe: Recipe,
+    target: Target,
+    dataset: TextDataset,
+    layers: Sequence[int],
+    normalizer_temperature: float | None,
+    distributed: Distributed,
+    on_features: Callable[[int, int], None] | None = None,
+) -> Features:
+    """Return what gives batches the target's features: the target itself, or a cache, of which the rest is built first.
+
+    Args:
+        recipe, target, dataset: of the run.
+        layers: the target layers that the drafter reads.
+        normalizer_temperature: at which the target's normalizer is needed as well; None if it is not.
+        distributed: one process builds the cache, the others wait.
+        on_features: called while a cache is built, with the tokens that are done and all there are.
+    """
+    data = recipe.data
+    if data.features == "online":
+        return OnlineFeatures(target, layers, normalizer_temperature)
+    assert data.cache is not None
+    max_bytes = int(data.cache_gib * 2**30)
+    refuse_large_cache(target, dataset, layers, max_bytes)
+    done = 0
+
+    def count(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if on_features is not None:
+            on_features(done, len(dataset.tokens))
+
+    if distributed.is_main:
+        build_cache(
+            data.cache, target, dataset, layers, max_bytes=max_bytes, normalizer_temperature=normalizer_temperature,
+            on_tokens=count,
+        )  # fmt: skip
+    distributed.barrier()
+    return CachedFeatures(data.cache, target, dataset, layers, normalizer_temperature)
 
 
 class TrainingStep(nn.Module):
@@ -142,6 +196,16 @@ class TrainingStep(nn.Module):
         """Give the place of every token in the drafter's vocabulary ``[V]``; looked up once, since it is checked."""
         assert self.drafter.draft_ids is not None
         return draft_index(self.drafter.draft_ids, self.target.vocab_size)
+
+
+def make_step(drafter: Drafter, target: Target, runtime: RuntimeSection, device: torch.device) -> TrainingStep:
+    """Build the pass that a recipe asks for: its precision, by default bfloat16 on accelerators; layers compiled."""
+    default = "float32" if device.type == "cpu" else "bfloat16"
+    precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}[runtime.precision or default]
+    if compiles(runtime.compile, device, precision):
+        for layer in drafter.layers:
+            layer.compile()
+    return TrainingStep(drafter, target, precision, fused=runtime.fused)
 
 
 def check_batch(batch: Batch, vocab_size: int) -> None:
