@@ -33,7 +33,7 @@ class QuickAnswer:
 
     @property
     def speedup(self) -> float:
-        """Tokens per second with the drafter over those without; both times include reading the prompt."""
+        """Give tokens per second with the drafter over those without; both times include reading the prompt."""
         return speedup([self])
 
 

@@ -23,7 +23,7 @@ POCKET_SOURCE = "pocket"
 
 @dataclass(frozen=True)
 class Preset:
-    """A data set on the Hugging Face hub that has a short name here."""
+    """Names a data set on the Hugging Face hub that has a short name here."""
 
     id: str
     split: str = "train"
@@ -127,7 +127,7 @@ PATIENCE = 10_000
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that a prompt may have, both ends included; characters are those of all messages, also the system's."""
+    """Sets the sizes that a prompt may have, both ends included, in characters of all messages and in user messages."""
 
     min_chars: int = 1
     max_chars: int | None = None
@@ -174,7 +174,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Selection:
-    """The prompts to train on, the prompts held out, and an account of the rest."""
+    """Holds the prompts to train on, the prompts held out, and an account of the rest."""
 
     kept: list[Prompt]
     heldout: list[Prompt]

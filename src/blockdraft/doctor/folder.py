@@ -21,7 +21,7 @@ Level = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a diagnosis.
+    """Holds one line of a diagnosis.
 
     check: what was looked at. level: ``ok``, ``warning`` or ``wrong``. found: what is there.
     advice: what to change, and in which file; empty where nothing is to be done.
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Measured:
-    """The predicted tokens per call of a drafter under one reading of one field.
+    """Holds the predicted tokens per call of a drafter under one reading of one field.
 
     field, reading, value: the field that is read, how, in words, and the same as a plain value.
     length: tokens per verification call, correction and bonus tokens included.
@@ -52,7 +52,7 @@ class Measured:
 
 @dataclass
 class Diagnosis:
-    """Everything that an examination found.
+    """Holds everything that an examination found.
 
     drafter, target: their names. format: flat, speculators or blockdraft. texts: what the lengths were measured on.
     """
@@ -66,12 +66,12 @@ class Diagnosis:
 
     @property
     def wrong(self) -> list[Finding]:
-        """What has to be changed."""
+        """Say what has to be changed."""
         return [each for each in self.findings if each.level == "wrong"]
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong; warnings do not count."""
+        """Tell whether nothing is wrong; warnings do not count."""
         return not self.wrong
 
     def of(self, check: str) -> list[Finding]:
@@ -110,7 +110,7 @@ KEYS: dict[str, dict[str, str]] = {
 
 
 class Folder:
-    """A folder under examination.
+    """Holds a drafter's folder while it is examined.
 
     given: ``config.json`` as it stands. values: a copy, mended wherever a check found something wrong, so that the
         next checks and the measurement can go on. tensors: those of the folder, mended likewise.
@@ -126,12 +126,12 @@ class Folder:
 
     @property
     def format(self) -> str:
-        """flat, speculators or blockdraft."""
+        """Name the format: flat, speculators or blockdraft."""
         return format_of(self.given) or "blockdraft"
 
     @property
     def kind(self) -> str | None:
-        """dflash or dspark, and None if it is neither."""
+        """Name the kind: dflash or dspark, and None if it is neither."""
         if self.format == "flat":
             names = self.given.get("architectures")
             kinds = [ARCHITECTURES.get(str(name)) for name in names] if isinstance(names, list) else []
@@ -141,7 +141,7 @@ class Folder:
 
     @property
     def layers(self) -> dict[str, Any]:
-        """The part of the mended configuration that describes the layers."""
+        """Give the part of the mended configuration that describes the layers."""
         nested = self.values.get(LAYERS.rstrip(".")) if self.format == "speculators" else self.values
         return nested if isinstance(nested, dict) else {}
 
@@ -168,12 +168,12 @@ class Folder:
 
     @property
     def first_layer(self) -> int:
-        """What this format calls the target's first layer: 1 in speculators, 0 elsewhere."""
+        """Say what this format calls the target's first layer: 1 in speculators, 0 elsewhere."""
         return int(self.format == "speculators")
 
     @property
     def num_slots(self) -> int | None:
-        """Slots of a block, if the configuration says so in a number."""
+        """Give the slots of a block, if the configuration says so in a number."""
         if self.format == "blockdraft":
             num, layout = self.get("num_proposals"), self.get("slots")
             return num + (layout == SlotLayout.FILL_IN) if isinstance(num, int) else None
@@ -182,7 +182,7 @@ class Folder:
 
     @property
     def num_features(self) -> int | None:
-        """How many of the target's layers ``fc`` reads, by its shape."""
+        """Say how many of the target's layers ``fc`` reads, by its shape."""
         weight = self.tensors.get("fc.weight")
         if weight is None or weight.dim() != 2 or weight.shape[1] % weight.shape[0]:
             return None

@@ -35,7 +35,7 @@ CAUSALITY = {False: "every slot sees its whole block", True: "slots see earlier 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a folder.
+    """Says how to read a folder, in one of the ways that are possible.
 
     causal: slots see earlier slots only. own_head: the folder's own head and embedding instead of the target's.
     foreign: features of other positions of the text, which tell a drafter nothing.
@@ -48,7 +48,7 @@ class Reading:
 
 
 class Option(NamedTuple):
-    """One reading of a field: in words, as a plain value, and what it changes."""
+    """Holds one reading of a field: in words, as a plain value, and what it changes."""
 
     name: str
     value: Any
@@ -57,7 +57,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """A field with several readings. The first is the one that the folder gives."""
+    """Names a field with several readings. The first is the one that the folder gives."""
 
     field: str
     options: tuple[Option, ...]

@@ -163,25 +163,25 @@ class Candidate:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe that it was trained by, if the folder tells."""
+        """Give the recipe that it was trained by, if the folder tells."""
         if self.run is not None:
             return self.run.recipe
         return None if self.shipped is None else self.shipped.recipe
 
     @property
     def objective(self) -> str | None:
-        """The objective's name, as in the recipe."""
+        """Give the objective's name, as in the recipe."""
         return None if self.recipe is None else self.recipe.objective.name
 
     @property
     def budget(self) -> dict[str, Any] | None:
-        """What decides how long and on what it was trained, whatever the objective; None if nobody knows."""
+        """Say what decides how long and on what it was trained, whatever the objective; None if nobody knows."""
         parts = {"data", "batch", "optimizer", "seed"}
         return None if self.recipe is None else self.recipe.model_dump(mode="json", include=parts)
 
     @property
     def label(self) -> str:
-        """What tables call it: how it was trained, or its name if the folder does not tell."""
+        """Say what tables call it: how it was trained, or its name if the folder does not tell."""
         return self.name if self.recipe is None else label_of(self.recipe)
 
     def with_proposals(self, num_proposals: int) -> "Candidate":
@@ -194,7 +194,7 @@ class Candidate:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits over its weights and configuration."""
+        """Give sixteen hexadecimal digits over its weights and configuration."""
         config = json.dumps(self.drafter.config.to_dict(), sort_keys=True)
         return hashlib.sha256(f"{weights_fingerprint(self.drafter)} {config}".encode()).hexdigest()[:16]
 

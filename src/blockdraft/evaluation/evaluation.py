@@ -205,7 +205,7 @@ class Evaluation:
 
     @property
     def _own_folders(self) -> list[tuple[TextKind, Path, list[Prompt]]]:
-        """The data folders that this process writes and reads."""
+        """Give the data folders that this process writes and reads."""
         return self._folders()[self.distributed.rank :: self.distributed.world_size]
 
     def _write_texts(self) -> None:

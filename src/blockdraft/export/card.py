@@ -32,7 +32,7 @@ STATE_SAMPLING = (
 
 @dataclass(frozen=True)
 class EngineNote:
-    """What one engine does with an exported drafter at temperatures above 0.
+    """Says what one engine does with an exported drafter at temperatures above 0.
 
     engine: its name, and the version whose sources were read.
     served: whether it can read and run the folder.
@@ -58,7 +58,7 @@ class EngineNote:
 
     @property
     def summary(self) -> str:
-        """One line: the engine and what it does."""
+        """Give one line: the engine and what it does."""
         if not self.served:
             return f"{self.engine} does not serve this folder: {self.notes[0]}"
         return f"{self.engine}: {self.drafts} drafts, {self.verification} verification"
@@ -164,7 +164,7 @@ EMBEDDED_LICENCES = {"pocket": "apache-2.0", "smollm2": "apache-2.0"}
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run's folder tells of a checkpoint; None is what it does not tell.
+    """Holds what a run's folder tells of a checkpoint; None is what it does not tell.
 
     info: ``run.json``: recipe, target, versions.
     step: optimizer steps of this checkpoint.
@@ -179,7 +179,7 @@ class RunFacts:
 
     @property
     def target(self) -> str | None:
-        """The name under which the target was loaded."""
+        """Give the name under which the target was loaded."""
         return None if self.info is None else self.info.target.name
 
 

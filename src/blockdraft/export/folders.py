@@ -85,7 +85,7 @@ def replacing(folder: Path, like: frozenset[str], *, force: bool) -> Iterator[Pa
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """Says what was written.
 
     num_tensors, num_bytes: of the weights, the frozen copies among them.
     verifier: the name or path under which the configuration says that the engine finds the target.
@@ -182,7 +182,7 @@ def original_format(folder: Path, facts: RunFacts) -> Format | None:
 
 @dataclass
 class Checked:
-    """What was found right, a line each; what was wrong was raised."""
+    """Says what was found right, a line each; what was wrong was raised."""
 
     folder: Path
     flavour: Format

@@ -153,7 +153,7 @@ def response_tokens(dataset: TextDataset) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a reduced vocabulary leaves of held-out texts.
+    """Says what a reduced vocabulary leaves of held-out texts.
 
     share: of response tokens that are in it.
     longest: the mean number of tokens that a block of B could have accepted at most: those before the first token

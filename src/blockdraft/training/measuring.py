@@ -259,7 +259,7 @@ class _TensorBoard:
 
 
 class _Tracker:
-    """wandb and trackio share their interface; they are sent numbers only."""
+    """Sends numbers to wandb or trackio, which share their interface."""
 
     def __init__(self, name: str, run: Path, recipe: Recipe) -> None:
         self._module = __import__(name)

@@ -26,7 +26,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """Counts, and bytes.
+    """Holds what a run will take: numbers of steps, tokens and weights, bytes, and operations.
 
     num_steps, num_tokens: of the whole run; tokens that the target reads, all epochs.
     target_parameters, drafter_parameters: numbers of weights.
@@ -66,7 +66,7 @@ class ResourceEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """Peak memory of one device with the fused objective, allocator's waste and CUDA context not counted."""
+        """Give the peak memory of a device with the fused objective, without the allocator's waste and the context."""
         held = self.target_bytes + self.drafter_bytes + self.optimizer_bytes - self.gradient_bytes
         passing = self.activation_bytes + max(self.backward_bytes, self.fused_bytes)
         if self.num_devices > 1:

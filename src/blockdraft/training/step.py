@@ -139,7 +139,7 @@ def make_features(
 
 
 class TrainingStep(nn.Module):
-    """The forward pass that touches all of the drafter's weights, as a module that can be replicated or sharded.
+    """Runs the forward pass that touches all of the drafter's weights, as a module to be replicated or sharded.
 
     The target is no part of the module: it is frozen, and shares only its embedding and head.
     """

@@ -63,7 +63,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is after one optimizer step; the metrics are those of the last step that was measured."""
+    """Says where a run is after one optimizer step; the metrics are those of the last step that was measured."""
 
     step: int
     num_steps: int
