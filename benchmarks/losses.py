@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.losses import ReducedTarget, fused_linear_objective, objective, restrict_target
-from blockdraft.losses.fused import TargetIndex
+from blockdraft.losses.head_products import TargetIndex
 
 from measuring import measure, save, table, take_turns
 

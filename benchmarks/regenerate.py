@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from blockdraft.data import Conversation, GenerationSettings, LocalEngine, Prompt
-from blockdraft.data.sources import pocket_prompts
+from blockdraft.data.selection import pocket_prompts
 from blockdraft.targets import Target, load_target
 
 from measuring import save, table

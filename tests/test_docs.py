@@ -18,7 +18,7 @@ from blockdraft.data.manifest import Identity, Manifest, ShardRecord
 from blockdraft.data.manifest import Provenance as DataProvenance
 from blockdraft.drafters import DrafterConfig
 from blockdraft.evaluation import results
-from blockdraft.evaluation.shipped import MeasuredLengths, Measurement, ShippedDrafter, TrainingTexts
+from blockdraft.evaluation.candidates import MeasuredLengths, Measurement, ShippedDrafter, TrainingTexts
 from blockdraft.provenance import Provenance
 from blockdraft.recipes import load_recipe, shipped_names
 from blockdraft.runs import RunInfo, RunTarget

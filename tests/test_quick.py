@@ -12,8 +12,8 @@ from blockdraft import demo, quick
 from blockdraft.cli import demo as verb
 from blockdraft.decoding import Generation, Round, generate
 from blockdraft.drafters import SHIPPED, save_drafter
+from blockdraft.evaluation.candidates import MeasuredLengths
 from blockdraft.evaluation.results import Interval
-from blockdraft.evaluation.shipped import MeasuredLengths
 from blockdraft.quick import NothingShippedError, QuickAnswer, answer_twice, best_shipped, quick_prompts
 
 from commands import blockdraft

@@ -24,8 +24,7 @@ from blockdraft.data import (
     regenerate,
     write_prompts,
 )
-from blockdraft.data.selection import draw
-from blockdraft.data.sources import pocket_prompts
+from blockdraft.data.selection import draw, pocket_prompts
 from blockdraft.drafters import DrafterConfig
 from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation import Evaluation, Protocol, Results, load_candidates, load_tasks, shipped_drafters
@@ -101,7 +100,7 @@ class Demo:
 
     @property
     def runs(self) -> dict[str, Path]:
-        """The folders of the two runs, by objective."""
+        """Give the folders of the two runs, by objective."""
         return {name: self.out / "runs" / name for name in OBJECTIVES}
 
     def _recipe(self, name: str) -> tuple[str, list[str]]:
@@ -195,6 +194,6 @@ class Demo:
 
     @property
     def shipped(self) -> list[str]:
-        """The names of the drafters for this target that come with the package, of the kind that is trained here."""
+        """Give the names of the shipped drafters for this target that are of the kind that is trained here."""
         alike = [each for each in shipped_drafters() if each.recipe.drafter.kind == KIND and each.target == self.name]
         return [each.name for each in alike if each.recipe.objective.name in OBJECTIVES]

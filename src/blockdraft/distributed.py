@@ -42,7 +42,7 @@ def choose_device(name: str | torch.device | None = None) -> torch.device:
 
 
 class Distributed:
-    """The process group that torchrun made, or this process alone.
+    """Joins the process group that torchrun made, or stands for this process alone.
 
     device: where this process computes.
     rank, world_size: which process this is, and how many there are.
@@ -63,7 +63,7 @@ class Distributed:
 
     @property
     def is_main(self) -> bool:
-        """True in the one process that writes files and shows progress."""
+        """Tell whether this is the one process that writes files and shows progress."""
         return self.rank == 0
 
     def all_reduce(self, values: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 
 class BlockdraftError(ValueError):
-    """A mistake that the user can mend; its message says what is wrong, why, and what to do.
+    """The user made a mistake that can be mended; the message says what is wrong, why, and what to do.
 
     The command line prints the message without a traceback and exits with code 2.
     """

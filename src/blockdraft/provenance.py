@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Provenance(BaseModel):
-    """The versions of blockdraft, its main dependencies and Python, and the git revision if there is one."""
+    """Holds the versions of blockdraft, its main dependencies and Python, and the git revision if there is one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from blockdraft.decoding import Generation, Round, generate
 from blockdraft.drafters import Drafter
 from blockdraft.errors import BlockdraftError
-from blockdraft.evaluation.shipped import ShippedDrafter, shipped_drafters
+from blockdraft.evaluation.candidates import ShippedDrafter, shipped_drafters
 from blockdraft.pocket import FAMILIES, heldout
 from blockdraft.targets import Target
 
@@ -33,7 +33,7 @@ class QuickAnswer:
 
     @property
     def speedup(self) -> float:
-        """Tokens per second with the drafter over those without; both times include reading the prompt."""
+        """Give tokens per second with the drafter over those without; both times include reading the prompt."""
         return speedup([self])
 
 

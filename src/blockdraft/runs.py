@@ -50,7 +50,7 @@ class RunError(BlockdraftError):
 
 
 class RunTarget(BaseModel):
-    """The target that a run trains for, by name and by the fingerprint of its weights."""
+    """Names the target that a run trains for, with the fingerprint of its weights."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,7 +59,7 @@ class RunTarget(BaseModel):
 
 
 class _LoggedStep(BaseModel):
-    """A line of ``metrics.jsonl``: whatever was measured, by name, at one step."""
+    """Holds a line of ``metrics.jsonl``: whatever was measured, by name, at one step."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -68,7 +68,7 @@ class _LoggedStep(BaseModel):
 
 
 class RunInfo(BaseModel):
-    """``run.json``: everything that decides the weights, and what made them.
+    """Holds ``run.json``: everything that decides the weights, and what made them.
 
     data: identity of the training texts. drafter: the drafter's configuration, as in a checkpoint.
     """
@@ -96,7 +96,7 @@ class RunInfo(BaseModel):
 
 
 class Run:
-    """A run's folder, open for reading; the trainer also writes through it."""
+    """Reads a run's folder; the trainer also writes through it."""
 
     def __init__(self, folder: Path, info: RunInfo) -> None:
         self.folder, self.info = folder, info
@@ -138,12 +138,12 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The resolved recipe."""
+        """Give the resolved recipe."""
         return self.info.recipe
 
     @property
     def metrics_file(self) -> Path:
-        """The file of logged steps."""
+        """Give the file of logged steps."""
         return self.folder / "metrics.jsonl"
 
     def metrics(self) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ def sampled(target, sampling, num=160):
     settings = GenerationSettings(sampling, max_new_tokens=25, max_length=60)
     prompts = [Prompt(f"p{i}", (f"w{5 + i % 35} w{5 + i * 3 % 35}",)) for i in range(num)]
     asked = [Conversation(prompt, target, settings, index=index) for index, prompt in enumerate(prompts)]
-    done = sorted(LocalEngine(target, 32).run(asked), key=lambda each: each.index)
+    done = sorted(LocalEngine(target, num).run(asked), key=lambda each: each.index)
     return TextDataset.of([row for each in done for row in each.completions])
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from blockdraft.data import Prompt, PromptError
 from blockdraft.data.prompts import Dropped
-from blockdraft.data.selection import select
-from blockdraft.data.sources import PRESETS, load_dataset, pocket_prompts, read_source
+from blockdraft.data.selection import PRESETS, load_dataset, pocket_prompts, read_source, select
 from blockdraft.pocket.corpus import split_of
 
 ROWS = [
@@ -27,7 +26,7 @@ EXPECTED = [("Hi",), Dropped("unknown role 'tool'")]
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("blockdraft.data.sources.refuse_unreachable_hub", lambda *_: None)
+    monkeypatch.setattr("blockdraft.data.selection.refuse_unreachable_hub", lambda *_: None)
 
 
 @pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])

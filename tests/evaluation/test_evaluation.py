@@ -23,11 +23,10 @@ from blockdraft.evaluation import (
     read_results,
     read_traces,
 )
-from blockdraft.evaluation.conversation import converse
+from blockdraft.evaluation.conversation import _texts, converse
 from blockdraft.evaluation.dynamics import fixed_blocks, measure, training_dynamics
 from blockdraft.evaluation.metrics import profile
 from blockdraft.evaluation.protocol import DecodingSetup
-from blockdraft.evaluation.tracing import _texts
 from blockdraft.targets import load_target
 
 import runs

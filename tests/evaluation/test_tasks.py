@@ -137,7 +137,7 @@ def test_what_is_asked_of_the_hub(monkeypatch):
         return datasets.Dataset.from_list([columns | {"prompt": ["A", "B"] if "mt_bench" in name else "C"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("blockdraft.data.sources.refuse_unreachable_hub", lambda *_: None)
+    monkeypatch.setattr("blockdraft.data.selection.refuse_unreachable_hub", lambda *_: None)
     tasks = load_tasks(["benchmarks"])
     assert asked == {
         "openai/gsm8k": ("main", "test", 0), "HuggingFaceH4/MATH-500": (None, "test", 0),

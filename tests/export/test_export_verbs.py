@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from blockdraft.cli import main
 from blockdraft.drafters import load_drafter, save_drafter
 from blockdraft.export import export_target
-from blockdraft.export.target import readable_config
+from blockdraft.export.folders import readable_config
 from blockdraft.targets import DTYPES, fingerprint, load_target
 
 from tiny import tiny_drafter, tiny_target

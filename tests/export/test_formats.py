@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blockdraft.drafters import CheckpointError, DrafterConfig, SlotLayout, load_drafter
-from blockdraft.drafters.checkpoint import write_json, write_tensors
+from blockdraft.drafters.checkpoint import write_config_json, write_tensors
 from blockdraft.drafters.formats import FormatError, Surroundings, format_of, read_config, write_config
 from blockdraft.targets import fingerprint
 
@@ -255,7 +255,7 @@ class TestFolders:
             "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 40,
             "rms_norm_eps": own.rms_norm_eps, "rope_theta": own.rope_theta, "max_position_embeddings": 512,
         }  # fmt: skip
-        write_json(changes(layers, list(own.target_layers)), tmp_path)
+        write_config_json(changes(layers, list(own.target_layers)), tmp_path)
         tensors = {name: tensor.to(dtype) for name, tensor in drafter.state_dict().items()}
         write_tensors(tensors | (extra(target) if extra else {}), tmp_path)
         return target, drafter

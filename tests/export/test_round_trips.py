@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from blockdraft.decoding import generate
 from blockdraft.drafters import CheckpointError, load_drafter, save_drafter
 from blockdraft.export import check_export, export_drafter
-from blockdraft.export.drafter import probe_logits
+from blockdraft.export.folders import probe_logits
 from blockdraft.targets import fingerprint
 
 from tiny import tiny_drafter, tiny_target

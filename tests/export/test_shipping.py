@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from blockdraft.data import Prompt
 from blockdraft.drafters import SHIPPED, CheckpointError, find_drafter, load_drafter
 from blockdraft.evaluation import Evaluation, EvaluationError, Protocol, Task, load_candidates, read_results
-from blockdraft.evaluation.shipped import ShippedDrafter, shipped_drafters, shipped_record
+from blockdraft.evaluation.candidates import ShippedDrafter, shipped_drafters, shipped_record
 from blockdraft.export.shipping import measurement, public_recipe, training_command
 from blockdraft.recipes import Recipe, load_recipe
 from blockdraft.runs import Run

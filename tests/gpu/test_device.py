@@ -16,10 +16,10 @@ from test_shared_rows import expanded, overlapping
 from blockdraft.decoding import generate
 from blockdraft.drafters.attention import Anchors, FlexAttention, ReferenceAttention
 from blockdraft.losses import fused_linear_objective, objective, objective_names
-from blockdraft.losses.fused import TargetIndex
+from blockdraft.losses.head_products import TargetIndex
 from blockdraft.losses.kernel_choice import LogitKind, check_kernels
 from blockdraft.training import Trainer, estimate
-from blockdraft.training.compiling import check_compiled
+from blockdraft.training.step import check_compiled
 
 from runs import make_data, recipe, train, weights
 from tiny import tiny_drafter, tiny_target

@@ -24,7 +24,7 @@ from blockdraft.losses import (
     restrict_labels,
     restrict_target,
 )
-from blockdraft.losses.fused import TargetIndex
+from blockdraft.losses.head_products import TargetIndex
 from blockdraft.losses.objective import differentiate
 from blockdraft.losses.reference import reference_loss
 from blockdraft.losses.rows import Rows

@@ -7,7 +7,7 @@ import torch
 from test_fused import leaves_of, problem, with_leaves
 
 from blockdraft.losses import ReducedTarget, fused, fused_linear_objective, objective, restrict_labels, restrict_target
-from blockdraft.losses.fused import TargetIndex
+from blockdraft.losses.head_products import TargetIndex
 from blockdraft.losses.rows import Rows
 from blockdraft.losses.scores import Blocks
 

@@ -9,7 +9,7 @@ from blockdraft.drafters import attention
 from blockdraft.drafters.attention import Anchors, FlexAttention
 from blockdraft.drafters.backbone import Layer
 from blockdraft.selfcheck import SelfCheckError, SelfCheckWarning, _failures
-from blockdraft.training import compiling
+from blockdraft.training import step
 
 from tiny import tiny_drafter, tiny_target
 
@@ -49,7 +49,7 @@ def test_a_layer_is_few_graphs_and_shapes_that_change_do_not_compile_it_anew_for
 def test_a_compiled_layer_passes_the_check_and_a_wrong_one_does_not(monkeypatch):
     device = torch.device("cpu")
     monkeypatch.setattr(Layer, "compile", lambda _self: None)
-    compiling.check_compiled(device, torch.float32)
+    step.check_compiled(device, torch.float32)
 
     def wrong(self):
         with torch.no_grad():
@@ -57,20 +57,20 @@ def test_a_compiled_layer_passes_the_check_and_a_wrong_one_does_not(monkeypatch)
 
     monkeypatch.setattr(Layer, "compile", wrong)
     with pytest.raises(SelfCheckError, match="off by"):
-        compiling.check_compiled(device, torch.float32)
+        step.check_compiled(device, torch.float32)
 
 
 def test_compiling_is_for_gpus_unless_asked_for(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert not compiling.compiles(None, cpu, torch.float32)
-    assert compiling.compiles(True, cpu, torch.float32)
-    assert not compiling.compiles(False, cuda, torch.bfloat16)
+    assert not step.compiles(None, cpu, torch.float32)
+    assert step.compiles(True, cpu, torch.float32)
+    assert not step.compiles(False, cuda, torch.bfloat16)
 
     def fail(*_):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(compiling, "check_compiled", fail)
+    monkeypatch.setattr(step, "check_compiled", fail)
     with pytest.warns(SelfCheckWarning, match="compiled layers cannot be used on cuda.*no compiler"):
-        assert not compiling.compiles(None, cuda, torch.bfloat16)
+        assert not step.compiles(None, cuda, torch.bfloat16)
     with pytest.raises(SelfCheckError, match="no compiler"):
-        compiling.compiles(True, cuda, torch.bfloat16)
+        step.compiles(True, cuda, torch.bfloat16)

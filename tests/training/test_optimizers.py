@@ -7,7 +7,7 @@ import torch
 
 from blockdraft.muon import Muon, orthogonalize
 from blockdraft.recipes.schema import OptimizerSection
-from blockdraft.training.optimizers import is_matrix, make_optimizers
+from blockdraft.training.step import is_matrix, make_optimizers
 
 from tiny import tiny_drafter, tiny_target
 

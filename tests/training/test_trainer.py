@@ -21,7 +21,7 @@ from blockdraft.recipes.schema import OptimizerSection
 from blockdraft.runs import Run, RunError
 from blockdraft.targets import Sampling
 from blockdraft.training import StoppedError, Trainer, TrainingError
-from blockdraft.training.optimizers import learning_rate_at
+from blockdraft.training.step import learning_rate_at
 
 from killing import killed
 from runs import make_data, recipe, target, train, weights

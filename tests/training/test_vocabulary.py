@@ -9,7 +9,7 @@ from blockdraft.decoding import generate
 from blockdraft.drafters import load_drafter
 from blockdraft.evaluation.prediction import Predictor
 from blockdraft.recipes import RecipeError
-from blockdraft.training.vocabulary import choose_draft_ids, coverage
+from blockdraft.training.initialization import choose_draft_ids, coverage
 
 from runs import make_data, recipe, target, train, weights
 

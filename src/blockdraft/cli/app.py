@@ -12,8 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from blockdraft import __version__
 from blockdraft.cli.data import inspect, prompts, regenerate
 from blockdraft.cli.demo import demo
-from blockdraft.cli.doctor import doctor
-from blockdraft.cli.drafters import list_drafters
+from blockdraft.cli.drafters import doctor, list_drafters
 from blockdraft.cli.evaluate import evaluate, report
 from blockdraft.cli.export import export, export_target
 from blockdraft.cli.generate import generate
@@ -32,7 +31,7 @@ OUT_OF_MEMORY = "there is not enough memory; ask for smaller batches, shorter te
 
 
 class Verb(TyperCommand):
-    """A command that tells what went wrong in one line if the user can do something about it."""
+    """Tells what went wrong in one line if the user can do something about it."""
 
     resumes = False
 
@@ -56,7 +55,7 @@ class Verb(TyperCommand):
 
 
 class ResumableVerb(Verb):
-    """A verb that continues where it was stopped when the same command is given again.
+    """Continues where it was stopped when the same command is given again.
 
     SIGTERM and SIGHUP end it as Ctrl-C does, in order and with a word about resuming; `nohup` keeps its meaning.
     """
@@ -93,7 +92,7 @@ def _stop(number: int, _frame: Any) -> None:
 
 
 class EvaluateVerb(ResumableVerb):
-    """A verb whose repeatable options also take all values at once: ``--rules greedy token block``.
+    """Lets repeatable options also take all values at once: ``--rules greedy token block``.
 
     This is only for commands without positional arguments.
     """
@@ -116,7 +115,7 @@ class EvaluateVerb(ResumableVerb):
 
 
 class VerbTree(TyperGroup):
-    """The verbs in the order in which one needs them."""
+    """Lists the verbs in the order in which one needs them."""
 
     ORDER = (
         "demo", "generate", "drafters", "data", "recipes", "estimate", "train", "evaluate", "report", "study", "doctor",

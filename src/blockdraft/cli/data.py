@@ -71,8 +71,7 @@ def prompts(
     Each one is taken once and within limits; some can be held out for measurements.
     """
     from blockdraft.data import write_prompts
-    from blockdraft.data.selection import Limits, draw, select
-    from blockdraft.data.sources import POCKET_SOURCE, pocket_prompts, read_source
+    from blockdraft.data.selection import POCKET_SOURCE, Limits, draw, pocket_prompts, read_source, select
 
     if heldout_out is not None and not heldout:
         raise typer.BadParameter("nothing is held out; say how many with --heldout", param_hint="--heldout-out")

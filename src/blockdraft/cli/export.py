@@ -61,7 +61,7 @@ def export(
     from blockdraft.drafters.checkpoint import load_config, load_json, stored_dtype
     from blockdraft.drafters.formats import FORMATS
     from blockdraft.export import check_export, engine_notes, export_drafter, original_format, run_facts
-    from blockdraft.export.commands import STATE_SAMPLING
+    from blockdraft.export.card import STATE_SAMPLING
 
     if checkpoint is None or out is None:
         raise typer.BadParameter("say which CHECKPOINT to write and where with --out, or check an export with --check")
@@ -125,7 +125,7 @@ def _check(folder: Path, checkpoint: str | None, target: str | None, as_json: bo
 
 def _shipped_target(folder: Path) -> str | None:
     """Return the target of a drafter that comes with the package; None for any other folder."""
-    from blockdraft.evaluation.shipped import shipped_record
+    from blockdraft.evaluation.candidates import shipped_record
 
     record = shipped_record(folder)
     return None if record is None else record.target

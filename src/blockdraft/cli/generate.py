@@ -142,7 +142,7 @@ def _best_number(
     """Choose the number of proposals for this prompt; of a shipped drafter, the lengths are those of its card."""
     from blockdraft.decoding import choose_num_proposals
     from blockdraft.drafters import find_drafter
-    from blockdraft.evaluation.shipped import shipped_record
+    from blockdraft.evaluation.candidates import shipped_record
 
     record = shipped_record(find_drafter(name))
     known = None if record is None or record.measured is None else record.measured.lengths_by_proposals.get(rule)

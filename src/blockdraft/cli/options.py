@@ -19,7 +19,7 @@ LARGEST_SEED = 2**63 - 1
 
 
 class RuleName(StrEnum):
-    """The verification rules."""
+    """Names the verification rules."""
 
     greedy = "greedy"
     token = "token"
@@ -27,7 +27,7 @@ class RuleName(StrEnum):
 
 
 class DtypeName(StrEnum):
-    """The precisions that weights can be loaded in."""
+    """Names the precisions that weights can be loaded in."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"

@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 
 
 class Pace:
-    """The counts of one stage of the work, its speed and the time that is left.
+    """Counts one stage of the work, and tells its speed and the time that is left.
 
     Speed is measured over the last two minutes, or over the last two updates if these are rarer; tokens per second
     are those of the whole stage, and stand still once it is finished.
@@ -52,12 +52,12 @@ class Pace:
 
     @property
     def seconds(self) -> float:
-        """The time that the stage has taken so far, or took."""
+        """Give the time that the stage has taken so far, or took."""
         return (self.clock() if self.finished is None else self.finished) - self.started
 
     @property
     def rate(self) -> str:
-        """Tokens per second if tokens are made, else items per second; nothing before there is something to divide."""
+        """Give tokens per second if tokens are made, else items per second; nothing while there is none of either."""
         if self.seconds <= 0:
             return ""
         if self.tokens:
@@ -67,7 +67,7 @@ class Pace:
 
     @property
     def left(self) -> str:
-        """The time that is left, as ``2:05``; nothing if it is unknown or over."""
+        """Give the time that is left, as ``2:05``; nothing if it is unknown or over."""
         speed = self._speed()
         if self.finished is not None or speed <= 0:
             return ""
@@ -75,17 +75,17 @@ class Pace:
 
     @property
     def time(self) -> str:
-        """The time that the stage took, or that is left."""
+        """Give the time that the stage took, or that is left."""
         return f"{self.left or '-:--'} left" if self.finished is None else f"in {clock_time(self.seconds)}"
 
     @property
     def count(self) -> str:
-        """What is done, out of how much."""
+        """Say what is done, out of how much."""
         return f"{self.done:,}/{self.total:,}"
 
     @property
     def line(self) -> str:
-        """All of it in one line of text."""
+        """Give all of it in one line of text."""
         parts = [f"{self.name}: {self.count}"]
         if self.finished is not None:
             parts[0] += f" in {clock_time(self.seconds)}"
@@ -97,7 +97,7 @@ class Pace:
         return ", ".join(part for part in (*parts, self.note) if part)
 
     def _speed(self) -> float:
-        """Items per second over the window; time since the last update counts, so that a stall shows."""
+        """Return the items per second over the window; time since the last update counts, so that a stall shows."""
         then, before = self._marks[0]
         seconds = (self.clock() if self.finished is None else self._marks[-1][0]) - then
         return (self.done - before) / seconds if seconds > 0 else 0.0
@@ -166,7 +166,7 @@ class _Display(Protocol):
 
 
 class _Lines:
-    """Lines for pipes, files and terminals that cannot move their cursor."""
+    """Prints lines for pipes, files and terminals that cannot move their cursor."""
 
     def __init__(self, file: IO[str], interval: float) -> None:
         self.file, self.interval = file, interval
@@ -205,7 +205,7 @@ class _Lines:
 
 
 class _Bars:
-    """Bars for a terminal; where it is narrow, names and notes are cut and the numbers stay whole."""
+    """Draws bars on a terminal; where it is narrow, names and notes are cut and the numbers stay whole."""
 
     def __init__(self, console: Console) -> None:
         self._progress = RichProgress(
@@ -232,7 +232,7 @@ class _Bars:
 
 
 class _PaceColumn(ProgressColumn):
-    """One text about a stage's pace."""
+    """Shows one text about a stage's pace."""
 
     def __init__(self, text: Callable[[Pace], str], *, may_shrink: bool = False) -> None:
         super().__init__(table_column=Column(no_wrap=not may_shrink))

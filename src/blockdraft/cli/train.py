@@ -135,7 +135,7 @@ def train(
     from blockdraft.targets import load_target
     from blockdraft.training import Progress, StoppedError, Trainer, TrainingError, fit
     from blockdraft.training import dry_run as check
-    from blockdraft.training.capacity import device_memory
+    from blockdraft.training.resources import device_memory
 
     loaded = load_recipe(recipe, assignments)
     distributed = Distributed(loaded.runtime.device)

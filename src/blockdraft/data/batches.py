@@ -37,7 +37,7 @@ Walk = dict[int, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class TextAnchors:
-    """A text and the anchors taken from it, counted from its first token, in order.
+    """Holds a text and the anchors taken from it, counted from its first token, in order.
 
     uniforms: a uniform number for each anchor, which decides where its round would end; None where anchors do not walk.
     runs: for each anchor the number of its run of consecutive anchors; None where anchors are drawn one by one.
@@ -51,7 +51,7 @@ class TextAnchors:
 
 @dataclass(frozen=True)
 class Batch:
-    """A blocks over N packed rows of T tokens.
+    """Holds A blocks over N packed rows of T tokens.
 
     tokens: ``[N, T]`` token ids; zeros outside of the spans.
     positions: ``[N, T]`` of each token within its text, which rotary embeddings are made of.
@@ -84,17 +84,17 @@ class Batch:
 
     @property
     def anchor_tokens(self) -> Tensor:
-        """``[A]`` the committed token that each block starts from."""
+        """Give the committed token that each block starts from, ``[A]``."""
         return self.block_tokens[:, 0]
 
     @property
     def labels(self) -> Tensor:
-        """``[A, B]`` tokens to be drafted."""
+        """Give the tokens to be drafted, ``[A, B]``."""
         return self.block_tokens[:, 1:]
 
     @property
     def previous(self) -> Tensor:
-        """``[A, B]`` the token before each label."""
+        """Give the token before each label, ``[A, B]``."""
         return self.block_tokens[:, :-1]
 
     def at_blocks(self, hidden: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class BatchSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that one pass over the texts takes."""
+        """Give the number of steps that one pass over the texts takes."""
         return -(-len(self.texts) // self.num_texts)
 
     def order(self, epoch: int) -> NDArray[np.int64]:

@@ -27,7 +27,7 @@ Reply = dict[str, Any]
 
 
 class PromptFormat(StrEnum):
-    """How the prompt reaches the target, most exact first."""
+    """Says how the prompt reaches the target, most exact first."""
 
     IDS = "token ids"
     TEXT = "text"
@@ -40,7 +40,7 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Query:
-    """A request, with everything that needs the tokenizer, which stays in one thread.
+    """Holds a request with everything that needs the tokenizer, which stays in one thread.
 
     text: the prompt as text that tokenises to the very prompt; None if it is not needed.
     """
@@ -51,7 +51,7 @@ class Query:
 
 @dataclass(frozen=True)
 class RequestFormat:
-    """How one server wants to be asked.
+    """Says how one server wants to be asked.
 
     prompts: how prompts are written.
     refused: the fields that it does not take.
@@ -64,12 +64,12 @@ class RequestFormat:
 
     @property
     def path(self) -> str:
-        """The endpoint, below the server's URL."""
+        """Give the endpoint, below the server's URL."""
         return "/chat/completions" if self.prompts is PromptFormat.CHAT else "/completions"
 
     @property
     def unsent(self) -> tuple[str, ...]:
-        """The fields of the distribution that the server takes in no form, so that its own defaults hold."""
+        """Give the fields of the distribution that the server takes in no form, so that its own defaults hold."""
         return () if self.config else tuple(name for name in SAMPLING_FIELDS if name in self.refused)
 
     def payload(self, query: Query, model: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ CUT_OFF, TOO_LONG = "cut off before its last turn", "prompt too long"
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Everything that decides the sampled texts, apart from the target and the prompts.
+    """Holds everything that decides the sampled texts, apart from the target and the prompts.
 
     sampling: the distribution to sample from. BV loss assumes the default: temperature 1, whole vocabulary.
     max_new_tokens: the longest response of one turn.
@@ -60,7 +60,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class Completion:
-    """One assistant turn: a response sampled from the target, and what it responds to.
+    """Holds one assistant turn: a response sampled from the target, and what it responds to.
 
     id: the conversation's id and the number of the turn, as in ``name#0``.
     prompt_ids: all tokens before the response, as the target read them.
@@ -76,7 +76,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Request:
-    """Everything an engine needs to sample one response; nothing else may influence it.
+    """Holds everything an engine needs to sample one response; nothing else may influence it.
 
     target: the model to sample from, with its tokenizer.
     messages: the conversation so far.
@@ -95,7 +95,7 @@ class Request:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The tokens that end a response."""
+        """Give the tokens that end a response."""
         return self.target.eos_ids
 
     def is_finished(self, response_ids: list[int]) -> bool:
@@ -135,12 +135,12 @@ class Conversation:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to ask."""
+        """Tell whether there is nothing left to ask."""
         return self.request is None
 
     @property
     def num_tokens(self) -> int:
-        """The number of response tokens so far."""
+        """Give the number of response tokens so far."""
         return sum(len(each.response_ids) for each in self.completions)
 
     def answer(self, response_ids: list[int]) -> None:

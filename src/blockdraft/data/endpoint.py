@@ -181,7 +181,7 @@ class Client:
 
     @property
     def longest_wait(self) -> float:
-        """The longest pause, in seconds, that is granted to a server that asks for one."""
+        """Give the longest pause, in seconds, that is granted to a server that asks for one."""
         return max(self.timeout, LONGEST_PAUSE)
 
     async def _sleep(self, seconds: float) -> None:
@@ -206,7 +206,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that takes our requests.
+    """Describes a server that takes our requests.
 
     url: its address up to and with ``/v1``.
     model: the name by which it serves the target.

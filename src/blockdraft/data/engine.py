@@ -137,7 +137,7 @@ class LocalEngine(Engine):
 
 @dataclass
 class _Response:
-    """A response on its way, and the uniform numbers ``[max_new_tokens]`` that its tokens are drawn with."""
+    """Holds a response on its way, and the uniform numbers ``[max_new_tokens]`` that its tokens are drawn with."""
 
     conversation: Conversation
     request: Request

@@ -64,7 +64,7 @@ class OnlineFeatures(Features):
 
 
 class CacheIndex(BaseModel):
-    """``features.json``: what decides the cached numbers, and the checksums of the files that are there."""
+    """Holds ``features.json``: what decides the cached numbers, and the checksums of the files that are there."""
 
     model_config = ConfigDict(extra="forbid")
 

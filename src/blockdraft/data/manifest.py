@@ -46,7 +46,7 @@ class _Strict(BaseModel):
 
 
 class EngineRecord(_Strict):
-    """The engine that sampled the rows, by name, and whatever else it says about itself."""
+    """Names the engine that sampled the rows, with whatever else it says about itself."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -54,7 +54,7 @@ class EngineRecord(_Strict):
 
 
 class Identity(_Strict):
-    """Everything that decides the rows: two folders with one identity from a repeatable engine are equal.
+    """States everything that decides the rows: two folders with one identity from a repeatable engine are equal.
 
     target, template: fingerprints of the target's weights and of its chat template.
     prompts: a digest of all prompts.
@@ -77,12 +77,12 @@ class Identity(_Strict):
 
     @property
     def sampling(self) -> Sampling:
-        """The distribution that the responses were sampled from."""
+        """Give the distribution that the responses were sampled from."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def num_shards(self) -> int:
-        """The number of shards of the complete folder."""
+        """Give the number of shards of the complete folder."""
         return -(-self.num_prompts // self.shard_size)
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Identity(_Strict):
 
 
 class Provenance(_Strict):
-    """What is known of the rows beyond what decides them: names and versions.
+    """Says what is known of the rows beyond what decides them: names and versions.
 
     target: the name that the target was loaded by.
     """
@@ -105,7 +105,7 @@ class Provenance(_Strict):
 
 
 class Totals(_Strict):
-    """Counts of rows and tokens.
+    """Counts rows and tokens.
 
     finish_reasons: rows by why their response ended.
     dropped: conversations that lack turns, by reason.
@@ -125,13 +125,13 @@ class Totals(_Strict):
 
 
 class ShardRecord(Totals):
-    """One shard: its counts and the SHA-256 checksum of its file."""
+    """Describes one shard: its counts and the SHA-256 checksum of its file."""
 
     sha256: Checksum
 
 
 class Manifest(_Strict):
-    """A data folder's account of itself."""
+    """Holds a data folder's account of itself: what decides its rows, what made them, and its shards."""
 
     format: Literal[1] = FORMAT
     identity: Identity
@@ -142,7 +142,7 @@ class Manifest(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_what_follows(cls, values: Any) -> Any:
-        """``complete`` follows from the shards, so that a shard whose entry was deleted is made again."""
+        """Drop ``complete``, which follows from the shards, so that a shard whose entry was deleted is made again."""
         return {k: v for k, v in values.items() if k != "complete"} if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
@@ -167,12 +167,12 @@ class Manifest(_Strict):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def complete(self) -> bool:
-        """Whether every shard is there."""
+        """Tell whether every shard is there."""
         return len(self.shards) == self.num_shards
 
     @property
     def totals(self) -> Totals:
-        """The counts over all shards."""
+        """Give the counts over all shards."""
         shards = list(self.shards.values())
         return Totals(
             rows=sum(shard.rows for shard in shards),

@@ -21,7 +21,7 @@ class PromptError(BlockdraftError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """The user's messages of one conversation. The assistant's are not kept: the target writes its own.
+    """Holds the user's messages of one conversation. The assistant's are not kept: the target writes its own.
 
     id: a name that is unique within a file.
     turns: the user's messages, in order; there is at least one, and none is blank.
@@ -46,7 +46,7 @@ class Prompt:
 
     @property
     def num_chars(self) -> int:
-        """The number of characters in all messages, the system message included."""
+        """Give the number of characters in all messages, the system message included."""
         return sum(map(len, self.turns)) + len(self.system or "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that is not used, with the reason; equal reasons are counted together."""
+    """Stands for a row that is not used, with the reason; equal reasons are counted together."""
 
     reason: str
 

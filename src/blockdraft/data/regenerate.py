@@ -103,7 +103,7 @@ def regenerate(
 
 @dataclass(frozen=True)
 class Finished:
-    """A conversation that is done: its completions, and why the rest is missing, if it is."""
+    """Holds a conversation that is done: its completions, and why the rest is missing, if it is."""
 
     index: int
     rows: list[Completion]
@@ -111,12 +111,12 @@ class Finished:
 
     @property
     def num_tokens(self) -> int:
-        """The number of response tokens."""
+        """Give the number of response tokens."""
         return sum(len(row.response_ids) for row in self.rows)
 
 
 class _Run:
-    """One call of `regenerate`: what is done, what is left, and what waits for the rest of its shard."""
+    """Keeps the state of one `regenerate`: what is done, what is left, and what waits for the rest of its shard."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _Run:
 
 
 class Journal:
-    """Finished conversations whose shard is not full yet, one line each, appended as they arrive.
+    """Keeps finished conversations whose shard is not full yet, one line each, appended as they arrive.
 
     A line that a crash cut short is removed. A line that cannot be what `append` wrote is ignored,
     with a warning, and its conversation is asked again.

@@ -42,7 +42,7 @@ TOP = 1024
 
 @dataclass(frozen=True)
 class SamplingCheck:
-    """What a sample of tokens says about how they were sampled.
+    """Says what a sample of tokens tells of how they were sampled.
 
     num_tokens: the number of tokens looked at.
     mean_log_prob, mean_entropy: of the target's distribution at temperature 1, in nats per token.
@@ -64,13 +64,13 @@ class SamplingCheck:
 
     @property
     def plain(self) -> bool:
-        """Whether temperature 1 over the whole vocabulary explains the tokens, and nothing else is stated."""
+        """Tell whether temperature 1 over the whole vocabulary explains the tokens, and nothing else is stated."""
         explained = abs(self.z) < Z_LIMIT and self.evidence < EVIDENCE_LIMIT
         return explained and self.stated in (None, Sampling())
 
     @property
     def verdict(self) -> str:
-        """The outcome in words."""
+        """Give the outcome in words."""
         if self.plain:
             said = "as sampled at temperature 1 over the whole vocabulary"
             few = f", but {self.num_tokens:,} tokens are too few to tell that from temperature {USUAL:g}"
@@ -119,7 +119,7 @@ def _named(sampling: Sampling, vague: str = "") -> str:
 
 @dataclass(frozen=True)
 class _Seen:
-    """n tokens and the distributions they were drawn from, as much as the candidates need.
+    """Holds n tokens and the distributions they were drawn from, as much as the candidates need.
 
     logit, rank, log_prob, entropy, variance: ``[n]``; the last three at temperature 1.
     top: ``[n, M]`` the largest logits, in falling order.

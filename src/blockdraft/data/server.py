@@ -232,7 +232,7 @@ class ServerEngine(Engine):
 
 
 class _Work:
-    """Requests under way: some tasks for each server, all of which take queries from one queue.
+    """Keeps requests under way: some tasks for each server, all of which take queries from one queue.
 
     outcomes: what came of every request.
     given_up: the servers that stayed out of reach, and why.

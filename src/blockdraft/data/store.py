@@ -51,7 +51,7 @@ HELDOUT = 3
 
 
 class Store:
-    """A data folder being written, shard by shard."""
+    """Writes a data folder, shard by shard."""
 
     def __init__(self, folder: Path, identity: Identity, about: Provenance) -> None:
         """Open a new or an unfinished folder.
@@ -123,7 +123,7 @@ def check_files(folder: Path, checksums: Mapping[str, str], repair: str) -> None
 
 @dataclass(frozen=True)
 class TextDataset:
-    """R texts of the target end to end in memory, each a prompt and a response.
+    """Holds R texts of the target end to end in memory, each a prompt and a response.
 
     tokens: ``[all]`` prompt and response of each text.
     starts: ``[R + 1]`` where each text begins, and the end of the last one.
@@ -158,12 +158,12 @@ class TextDataset:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of each text, ``[R]``."""
+        """Give the number of tokens of each text, ``[R]``."""
         return np.diff(self.starts)
 
     @property
     def response_lengths(self) -> NDArray[np.int64]:
-        """The number of tokens of each response, ``[R]``."""
+        """Give the number of tokens of each response, ``[R]``."""
         return self.lengths - self.prompt_lengths
 
     def split(self, num_heldout: int, seed: int = 0) -> tuple["TextDataset", "TextDataset"]:

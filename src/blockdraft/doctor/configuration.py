@@ -7,8 +7,7 @@ one, and so that a drafter whose configuration is wrong can still be measured.
 from collections.abc import Iterator
 from typing import Any
 
-from blockdraft.doctor.findings import Finding, listed
-from blockdraft.doctor.folder import LAYERS, Folder, as_number, as_section, is_int
+from blockdraft.doctor.folder import LAYERS, Finding, Folder, as_number, as_section, is_int, listed
 from blockdraft.drafters.checkpoint import CONFIG
 from blockdraft.drafters.config import recorded_fingerprint
 from blockdraft.drafters.formats import ARCHITECTURES, FINGERPRINT, NUM_ANCHORS, USUAL
@@ -42,7 +41,7 @@ def _format(folder: Folder) -> Iterator[Finding]:
 
 
 def _shapes(folder: Folder, target: Target) -> Iterator[Finding]:
-    """Width, vocabulary and depth; only the width decides what can be computed."""
+    """Check width, vocabulary and depth; only the width decides what can be computed."""
     rows = (
         ("width", "width", target.hidden_size, True),
         ("vocabulary", "vocabulary", target.vocab_size, True),
@@ -72,7 +71,7 @@ def _shapes(folder: Folder, target: Target) -> Iterator[Finding]:
 
 
 def _slots(folder: Folder, _target: Target) -> Iterator[Finding]:
-    """Block size, number of tokens and the flag that says what slot 0 does."""
+    """Check block size, number of tokens and the flag that says what slot 0 does."""
     if folder.format == "blockdraft":
         yield Finding("slot convention", "ok", f"slot_layout is {folder.get('slots')}")
         return
@@ -164,7 +163,7 @@ def _mask(folder: Folder, target: Target) -> Iterator[Finding]:
 
 
 def _nested(folder: Folder) -> Iterator[Finding]:
-    """DSpark's keys written where DFlash has them are read by nobody."""
+    """Find DSpark's keys where DFlash has them: there they are read by nobody."""
     for field in ("mask", "layers"):
         nested = folder.get(f"dflash_config.{folder.key(field)}")
         if folder.get(field) is None and nested is not None:
@@ -223,7 +222,7 @@ def _default_layers(target: Target, num: int | None) -> tuple[int, ...] | None:
 
 
 def _causality(folder: Folder, _target: Target) -> Iterator[Finding]:
-    """Who would make the slots of a block see earlier slots only, or only the last part of a text."""
+    """Find what would make the slots of a block see earlier slots only, or only the last part of a text."""
     found = []
     if folder.format == "speculators":
         flag = folder.get("sliding_window_non_causal")
@@ -312,7 +311,7 @@ def target_theta(target: Target) -> float:
 
 
 def _layers(folder: Folder, _target: Target) -> Iterator[Finding]:
-    """Options of the layers that our layers do not compute."""
+    """Find options of the layers that our layers do not compute."""
     if folder.format == "blockdraft":
         return
     nested = folder.values.get("dflash_config")
@@ -335,7 +334,7 @@ def _layers(folder: Folder, _target: Target) -> Iterator[Finding]:
 
 
 def _heads(folder: Folder, _target: Target) -> Iterator[Finding]:
-    """DSpark's heads. A confidence head does not draft, so one that cannot be read here is left out."""
+    """Check DSpark's heads. A confidence head does not draft, so one that cannot be read here is left out."""
     if folder.kind != "dspark" or folder.format == "blockdraft":
         return
     rank, kind = folder.get("markov_rank"), folder.get("markov_head_type")
@@ -366,7 +365,7 @@ def _heads(folder: Folder, _target: Target) -> Iterator[Finding]:
 
 
 def _made_for(folder: Folder, target: Target) -> Iterator[Finding]:
-    """The target that the folder was made for, as far as it says so, and whether its head is tied."""
+    """Check the target that the folder was made for, as far as it says so, and whether its head is tied."""
     stated, own = folder.get(FINGERPRINT), recorded_fingerprint(target)
     if stated is None:
         yield Finding("target's weights", "ok", "the folder does not record which target it was made for")

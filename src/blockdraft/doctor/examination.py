@@ -8,11 +8,9 @@ import torch
 
 from blockdraft.data import Completion, DataError, check_sampling, open_dataset, read_manifest
 from blockdraft.data.engine import draw
-from blockdraft.doctor.advice import fitting, reading_findings
 from blockdraft.doctor.configuration import check_configuration
-from blockdraft.doctor.findings import Diagnosis, Finding
-from blockdraft.doctor.folder import Folder
-from blockdraft.doctor.readings import Clinic, Reading, choices_for, pooled
+from blockdraft.doctor.folder import Diagnosis, Finding, Folder
+from blockdraft.doctor.readings import Clinic, Reading, choices_for, fitting, pooled, reading_findings
 from blockdraft.doctor.tensors import check_frozen, check_tensors
 from blockdraft.drafters import find_drafter
 from blockdraft.errors import BlockdraftError

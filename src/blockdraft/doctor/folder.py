@@ -1,8 +1,13 @@
-"""A drafter's folder as it stands, whoever wrote it, and a copy of what it says that checks mend as they go."""
+"""A drafter's folder under examination, and what was found: a line for each check, and the lengths that were measured.
+
+A folder keeps its configuration as it stands beside a copy that is mended where something is wrong.
+"""
 
 import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -10,6 +15,79 @@ from blockdraft.drafters import DrafterConfig, SlotLayout
 from blockdraft.drafters.checkpoint import CONFIG, load_json, load_tensors
 from blockdraft.drafters.formats import ARCHITECTURES, FormatError, format_of, read_config
 from blockdraft.errors import BlockdraftError
+
+Level = Literal["ok", "warning", "wrong"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Holds one line of a diagnosis.
+
+    check: what was looked at. level: ``ok``, ``warning`` or ``wrong``. found: what is there.
+    advice: what to change, and in which file; empty where nothing is to be done.
+    """
+
+    check: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Holds the predicted tokens per call of a drafter under one reading of one field.
+
+    field, reading, value: the field that is read, how, in words, and the same as a plain value.
+    length: tokens per verification call, correction and bonus tokens included.
+    given: whether the folder says so itself. fits: whether this reading fits the drafter best.
+    """
+
+    field: str
+    reading: str
+    value: Any
+    length: float
+    given: bool
+    fits: bool
+
+
+@dataclass
+class Diagnosis:
+    """Holds everything that an examination found.
+
+    drafter, target: their names. format: flat, speculators or blockdraft. texts: what the lengths were measured on.
+    """
+
+    drafter: str
+    target: str
+    format: str
+    findings: list[Finding] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    texts: str = ""
+
+    @property
+    def wrong(self) -> list[Finding]:
+        """Say what has to be changed."""
+        return [each for each in self.findings if each.level == "wrong"]
+
+    @property
+    def healthy(self) -> bool:
+        """Tell whether nothing is wrong; warnings do not count."""
+        return not self.wrong
+
+    def of(self, check: str) -> list[Finding]:
+        """Return the findings of one check."""
+        return [each for each in self.findings if each.check == check]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return {"healthy": self.healthy} | asdict(self)
+
+
+def listed(names: Sequence[object], limit: int = 4) -> str:
+    """Return names in a row, the first few of many."""
+    more = len(names) - limit
+    return ", ".join(map(str, names[:limit])) + (f" and {more} more" if more > 0 else "")
+
 
 LAYERS = "transformer_layer_config."
 OWN = {
@@ -32,7 +110,7 @@ KEYS: dict[str, dict[str, str]] = {
 
 
 class Folder:
-    """A folder under examination.
+    """Holds a drafter's folder while it is examined.
 
     given: ``config.json`` as it stands. values: a copy, mended wherever a check found something wrong, so that the
         next checks and the measurement can go on. tensors: those of the folder, mended likewise.
@@ -48,12 +126,12 @@ class Folder:
 
     @property
     def format(self) -> str:
-        """flat, speculators or blockdraft."""
+        """Name the format: flat, speculators or blockdraft."""
         return format_of(self.given) or "blockdraft"
 
     @property
     def kind(self) -> str | None:
-        """dflash or dspark, and None if it is neither."""
+        """Name the kind: dflash or dspark, and None if it is neither."""
         if self.format == "flat":
             names = self.given.get("architectures")
             kinds = [ARCHITECTURES.get(str(name)) for name in names] if isinstance(names, list) else []
@@ -63,7 +141,7 @@ class Folder:
 
     @property
     def layers(self) -> dict[str, Any]:
-        """The part of the mended configuration that describes the layers."""
+        """Give the part of the mended configuration that describes the layers."""
         nested = self.values.get(LAYERS.rstrip(".")) if self.format == "speculators" else self.values
         return nested if isinstance(nested, dict) else {}
 
@@ -90,12 +168,12 @@ class Folder:
 
     @property
     def first_layer(self) -> int:
-        """What this format calls the target's first layer: 1 in speculators, 0 elsewhere."""
+        """Say what this format calls the target's first layer: 1 in speculators, 0 elsewhere."""
         return int(self.format == "speculators")
 
     @property
     def num_slots(self) -> int | None:
-        """Slots of a block, if the configuration says so in a number."""
+        """Give the slots of a block, if the configuration says so in a number."""
         if self.format == "blockdraft":
             num, layout = self.get("num_proposals"), self.get("slots")
             return num + (layout == SlotLayout.FILL_IN) if isinstance(num, int) else None
@@ -104,7 +182,7 @@ class Folder:
 
     @property
     def num_features(self) -> int | None:
-        """How many of the target's layers ``fc`` reads, by its shape."""
+        """Say how many of the target's layers ``fc`` reads, by its shape."""
         weight = self.tensors.get("fc.weight")
         if weight is None or weight.dim() != 2 or weight.shape[1] % weight.shape[0]:
             return None

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from blockdraft.doctor.findings import Finding, listed
-from blockdraft.doctor.folder import Folder
+from blockdraft.doctor.folder import Finding, Folder, listed
 from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.drafters.checkpoint import CONFIG, DRAFT_IDS, WEIGHTS
 from blockdraft.drafters.formats import D2T, EMBEDDING, HEAD, T2D, frozen_names
@@ -29,7 +28,7 @@ def check_tensors(folder: Folder, config: DrafterConfig) -> Iterator[Finding]:
 
 
 def _prefix(folder: Folder) -> Iterator[Finding]:
-    """Every name behind one more word: a drafter that was saved as a part of something else."""
+    """Strip one more word before every name, of a drafter that was saved as a part of something else."""
     if "fc.weight" in folder.tensors:
         return
     prefix = next((n.removesuffix("fc.weight") for n in folder.tensors if n.endswith(".fc.weight")), None)
@@ -79,7 +78,7 @@ def _numbers(folder: Folder) -> Iterator[Finding]:
 
 
 def _vocabulary(folder: Folder, config: DrafterConfig) -> Iterator[Finding]:
-    """The maps of a reduced draft vocabulary: offsets to token ids, and a mark on the tokens that are in it."""
+    """Check the maps of a reduced draft vocabulary: offsets to token ids, and a mark on the tokens that are in it."""
     offsets, known, size = folder.tensors.get(D2T), folder.tensors.get(T2D), config.draft_vocab_size
     if folder.format == "blockdraft":
         return

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Anchors:
-    """Where A blocks stand in N rows of T context positions.
+    """Say where A blocks stand in N rows of T context positions.
 
     row: ``[A]`` row of each block.
     position: ``[A]`` index of the anchor in its row; the block's context ends just before it.
@@ -101,7 +101,7 @@ class GroupedAttention(BlockAttention):
 
 @dataclass(frozen=True)
 class _Call:
-    """n groups of G blocks that attend at once, to W context positions at most.
+    """Attend with n groups of G blocks at once, to W context positions at most.
 
     blocks: ``[n * G]`` which ones; an empty place repeats the first of its group.
     context: ``[n * W]`` positions, rows of the context end to end.

@@ -42,7 +42,7 @@ def save_drafter(drafter: Drafter, folder: str | Path, tensors: Mapping[str, Ten
     """Write config and weights, the drafter's own unless given; each file appears whole or not at all."""
     folder = Path(folder)
     write_tensors(drafter.state_dict() if tensors is None else tensors, folder)
-    write_json(drafter.config.to_dict(), folder)
+    write_config_json(drafter.config.to_dict(), folder)
 
 
 def load_drafter(
@@ -184,7 +184,7 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
         unfinished.chmod(0o644)  # safetensors leaves it to the owner alone, and servers run as somebody else
 
 
-def write_json(values: dict[str, Any], folder: Path) -> None:
+def write_config_json(values: dict[str, Any], folder: Path) -> None:
     """Write ``config.json``, whole or not at all."""
     files.write_json(values, folder / CONFIG)
 

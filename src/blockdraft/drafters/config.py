@@ -15,7 +15,7 @@ MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
 class DrafterConfigError(BlockdraftError):
-    """A drafter that cannot be, with the field that is wrong and the reason."""
+    """A drafter cannot be as it is described; the message names the field that is wrong and the reason."""
 
 
 class SlotLayout(StrEnum):
@@ -95,12 +95,12 @@ class DrafterConfig(BaseModel):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens that the drafter can propose: rows of its head."""
+        """Give the number of tokens that the drafter can propose: rows of its head."""
         return self.draft_vocab_size or self.vocab_size
 
     @property
     def num_slots(self) -> int:
-        """Slots of a block: one more than the proposals where slot 0 predicts nothing."""
+        """Give the slots of a block: one more than the proposals where slot 0 predicts nothing."""
         return self.slots_for(self.num_proposals)
 
     def slots_for(self, num_proposals: int) -> int:

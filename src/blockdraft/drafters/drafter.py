@@ -33,7 +33,7 @@ MakeAttention = Callable[[Anchors, int, int, int], BlockAttention]
 
 @dataclass(frozen=True)
 class Proposal:
-    """A drafted block: tokens ``[1, B]``, and q ``[1, B, V]``, exactly the distributions they were sampled from."""
+    """Hold a drafted block: tokens ``[1, B]``, and q ``[1, B, V]``, exactly what they were sampled from."""
 
     tokens: Tensor
     probs: Tensor
@@ -46,7 +46,7 @@ class Proposal:
 
 
 class Drafter(nn.Module, ABC):
-    """A block drafter. It has no embedding and no head of its own: the target's are given, and frozen.
+    """Draft blocks, without an embedding and a head of its own: the target's are given, and frozen.
 
     draft_ids: ``[Vd]`` the tokens that it can propose, in the order of its head's rows, if it cannot propose all.
     """

@@ -58,12 +58,12 @@ FINGERPRINT = "target_fingerprint"
 
 
 class FormatError(BlockdraftError):
-    """A configuration that cannot be written or read, with the reason."""
+    """A configuration cannot be written or read, and the message says why."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a configuration states besides the drafter.
+    """Hold what a configuration states besides the drafter.
 
     max_positions: the longest text, the target's.
     dtype: of the tensors, by name.

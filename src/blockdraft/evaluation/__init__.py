@@ -1,6 +1,6 @@
 """Evaluation: how many tokens a verification call yields, how much faster decoding is, under which rule, and why."""
 
-from blockdraft.evaluation.candidates import Candidate, load_candidates
+from blockdraft.evaluation.candidates import Candidate, ShippedDrafter, load_candidates, shipped_drafters
 from blockdraft.evaluation.evaluation import Evaluation
 from blockdraft.evaluation.protocol import Protocol
 from blockdraft.evaluation.results import (
@@ -12,7 +12,6 @@ from blockdraft.evaluation.results import (
     read_results,
     read_traces,
 )
-from blockdraft.evaluation.shipped import ShippedDrafter, shipped_drafters
 from blockdraft.evaluation.tasks import Task, load_tasks, task_names
 
 __all__ = [

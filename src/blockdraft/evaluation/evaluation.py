@@ -29,7 +29,7 @@ from blockdraft.decoding import best_num_proposals, measure_costs
 from blockdraft.distributed import Distributed
 from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation.candidates import Candidate
-from blockdraft.evaluation.conversation import converse
+from blockdraft.evaluation.conversation import converse, trace
 from blockdraft.evaluation.dynamics import training_dynamics
 from blockdraft.evaluation.metrics import Assembly, DecodedPrompt, GenerationRecord, RecordFiles, about, profile
 from blockdraft.evaluation.prediction import PredictionFile, Predictions, PredictionSettings, Predictor, best_of
@@ -45,7 +45,6 @@ from blockdraft.evaluation.results import (
     write_model,
 )
 from blockdraft.evaluation.tasks import Task
-from blockdraft.evaluation.tracing import trace
 from blockdraft.files import exclusive
 from blockdraft.provenance import Provenance
 from blockdraft.targets import Sampling, Target, fingerprint
@@ -206,7 +205,7 @@ class Evaluation:
 
     @property
     def _own_folders(self) -> list[tuple[TextKind, Path, list[Prompt]]]:
-        """The data folders that this process writes and reads."""
+        """Give the data folders that this process writes and reads."""
         return self._folders()[self.distributed.rank :: self.distributed.world_size]
 
     def _write_texts(self) -> None:

@@ -82,7 +82,7 @@ class DecodedPrompt(Strict):
 
     @property
     def key(self) -> tuple[str | None, Rule, float]:
-        """The way of decoding, as `DecodingSetup.key` gives it."""
+        """Give the way of decoding, as `DecodingSetup.key` gives it."""
         return self.drafter, self.rule, self.draft_temperature
 
 
@@ -145,7 +145,7 @@ class Sums:
 
     @property
     def total_seconds(self) -> float:
-        """The time of all phases, prefill included."""
+        """Give the time of all phases, prefill included."""
         return sum(self.seconds.values())
 
 

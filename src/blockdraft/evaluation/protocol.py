@@ -38,7 +38,7 @@ class DecodingSetup:
 
     @property
     def key(self) -> tuple[str | None, Rule, float]:
-        """What decides the tokens; how the temperature was chosen does not."""
+        """Say what decides the tokens; how the temperature was chosen does not."""
         return self.drafter, self.rule, self.draft_temperature
 
 
@@ -91,12 +91,12 @@ class Protocol:
 
     @property
     def sampled_rules(self) -> tuple[Rule, ...]:
-        """The rules that verify samples."""
+        """Give the rules that verify samples."""
         return tuple(rule for rule in self.rules if rule != "greedy")
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """The grid with the target's own temperature in it, which is the paper's draft temperature."""
+        """Give the grid with the target's own temperature in it, which is the paper's draft temperature."""
         return tuple(sorted({*self.draft_temperatures, self.temperature}))
 
     def decoded(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -116,7 +116,7 @@ class Protocol:
 
     @property
     def text_kinds(self) -> list[TextKind]:
-        """All kinds of texts that the rules need."""
+        """Give all kinds of texts that the rules need."""
         return sorted({self.texts_of(rule) for rule in self.rules})
 
     def predicted_temperatures(self, rule: Rule) -> tuple[float, ...]:

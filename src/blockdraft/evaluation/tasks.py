@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from blockdraft.data import Prompt, read_prompts
 from blockdraft.data.prompts import parse_rows
-from blockdraft.data.sources import load_dataset
+from blockdraft.data.selection import load_dataset
 from blockdraft.evaluation.results import EvaluationError, TaskAbout
 from blockdraft.files import explain
 from blockdraft.pocket import FAMILIES, Family, heldout

@@ -45,12 +45,12 @@ class DFlashAssistant(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the drafter is."""
+        """Tell where the drafter is."""
         return self.drafter.fc.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the drafter's weights."""
+        """Give the dtype of the drafter's weights."""
         return self.drafter.fc.weight.dtype
 
     def forward(

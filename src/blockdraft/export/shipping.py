@@ -18,14 +18,20 @@ from blockdraft.drafters.checkpoint import (
     check_values,
     load_config,
     load_tensors,
-    write_json,
+    write_config_json,
     write_tensors,
 )
 from blockdraft.evaluation import Candidate, EvaluationError, Results
-from blockdraft.evaluation.candidates import label_of
-from blockdraft.evaluation.shipped import RECORD, MeasuredLengths, Measurement, ShippedDrafter, TrainingTexts
+from blockdraft.evaluation.candidates import (
+    RECORD,
+    MeasuredLengths,
+    Measurement,
+    ShippedDrafter,
+    TrainingTexts,
+    label_of,
+)
 from blockdraft.export.card import EMBEDDED_LICENCES, NAMES, UNKNOWN, markdown_table, public_name, save_card
-from blockdraft.export.drafter import FILES, replacing
+from blockdraft.export.folders import DRAFTER_FILES, replacing
 from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, load_recipe, shipped_names
 from blockdraft.runs import Run
@@ -80,9 +86,9 @@ def ship(
         num_bytes=sum(each.numel() * each.element_size() for each in tensors.values()),
         measured=None if results is None else measurement(results, fingerprint),
     )  # fmt: skip
-    with replacing(Path(out) / name, FILES | {RECORD}, force=force) as unfinished:
+    with replacing(Path(out) / name, DRAFTER_FILES | {RECORD}, force=force) as unfinished:
         write_tensors(tensors, unfinished)
-        write_json(config.to_dict(), unfinished)
+        write_config_json(config.to_dict(), unfinished)
         record.write(unfinished)
         write_shipped_card(unfinished, record, config)
     return Path(out) / name

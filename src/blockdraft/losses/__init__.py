@@ -1,22 +1,28 @@
 """This package holds the training objectives of block drafters, over full logits or fused with the head product.
 
 `scores` computes the quantities of the paper along target-generated blocks, `rows` the sums over the
-vocabulary below them. `token`, `bv`, `rounds` and `rivals` turn them into objectives, `fused` evaluates these without a
+vocabulary below them. `bv`, `rounds` and `baselines` turn them into objectives, `fused` evaluates these without a
 ``[tokens, vocabulary]`` tensor, and `reduced` is for drafters over a part of the vocabulary. `reference`
 restates every objective as slow loops, for tests.
 """
 
 from blockdraft.losses.anchor_runs import AnchorRuns
-from blockdraft.losses.annealing import Annealing
+from blockdraft.losses.baselines import CE, DPACE, E2ETV, KL, LK, RKL, TV, DSparkMixture, LKHybrid, TokenObjective
 from blockdraft.losses.bv import BV, PrefixObjective, TokenBV, block_scores
 from blockdraft.losses.fused import fused_linear_objective
-from blockdraft.losses.objective import PAPER_SETTINGS, Objective, ObjectiveValue, objective, objective_names, register
+from blockdraft.losses.objective import (
+    PAPER_SETTINGS,
+    Annealing,
+    Objective,
+    ObjectiveValue,
+    objective,
+    objective_names,
+    register,
+)
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget, restrict_labels, restrict_target
-from blockdraft.losses.rivals import DPACE, E2ETV, DSparkMixture, LKHybrid
 from blockdraft.losses.rounds import Rounds
 from blockdraft.losses.scores import Blocks
 from blockdraft.losses.statistics import BlockStatistics, block_statistics
-from blockdraft.losses.token import CE, KL, LK, RKL, TV, TokenObjective
 
 __all__ = [
     "BV",

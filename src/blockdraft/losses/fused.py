@@ -8,7 +8,6 @@ where they train, the head and the Markov factors. Gradients are ready after the
 
 import functools
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 from blockdraft.losses.anchor_runs import run_bounds, whole_runs
+from blockdraft.losses.head_products import HeadProduct, LogitBuffers, TargetIndex, TargetLogits, largest_chunk
 from blockdraft.losses.kernel_choice import LogitKind, choose_rows
 from blockdraft.losses.objective import Objective, ObjectiveValue
 from blockdraft.losses.reduced import ReducedTarget
-from blockdraft.losses.row_sums import RowSums, computing_dtype
-from blockdraft.losses.rows import Rows
+from blockdraft.losses.rows import Rows, RowSums, computing_dtype
 from blockdraft.losses.scores import Blocks, check_labels
 from blockdraft.losses.statistics import BlockStatistics, measure
 
@@ -60,7 +59,7 @@ def fused_linear_objective(
     stats: bool = True,
     reduced: ReducedTarget | None = None,
     segments: Tensor | None = None,
-    target_index: "TargetIndex | None" = None,
+    target_index: TargetIndex | None = None,
     checked: bool = False,
     kernels: bool | None = None,
 ) -> ObjectiveValue:
@@ -139,42 +138,6 @@ def fused_linear_objective(
     return replace(objective.value(numerator, denominator, total, batch.statistics), survival=batch.survival)
 
 
-@dataclass(frozen=True)
-class TargetIndex:
-    """TargetIndex says which of the target's P rows each position of each block reads.
-
-    rows: ``[N, B]``; where a position is not valid, anything.
-    bounds: N pairs: the valid positions of block n read rows ``bounds[n][0] <= p < bounds[n][1]``. If it is None, it is
-        found from ``rows``, for which the host waits for the device.
-
-    Blocks in the order of their text read neighbouring rows, and it is then that sharing saves most.
-    """
-
-    rows: Tensor
-    bounds: Sequence[tuple[int, int]] | None = None
-
-    def check(self, target_hidden: Tensor, target_head: Tensor, labels: Tensor) -> None:
-        """Refuse shapes that do not belong together."""
-        if self.rows.shape != labels.shape:
-            raise ValueError(f"target_index must be [N, B] = {list(labels.shape)}, got {list(self.rows.shape)}")
-        if self.bounds is not None and len(self.bounds) != len(labels):
-            raise ValueError(f"bounds must be a pair for each of {len(labels)} blocks, got {len(self.bounds)}")
-        if target_hidden.dim() != 2 or target_head.dim() != 2 or target_head.shape[1] != target_hidden.shape[1]:
-            raise ValueError(
-                f"with an index target_hidden must be [P, H] and the target head [V, H], got "
-                f"{list(target_hidden.shape)} and {list(target_head.shape)}"
-            )
-
-    def known_bounds(self, valid: Tensor | None) -> Sequence[tuple[int, int]]:
-        """Return the bounds, found from the rows if they are not given."""
-        if self.bounds is not None:
-            return self.bounds
-        every = torch.ones_like(self.rows, dtype=torch.bool) if valid is None else valid
-        largest = torch.iinfo(self.rows.dtype).max
-        first, last = torch.where(every, self.rows, largest).amin(-1), torch.where(every, self.rows, -1).amax(-1)
-        return [(first, last + 1) for first, last in torch.stack([first, last], -1).tolist()]
-
-
 @dataclass
 class _Batch:
     """_Batch holds what the pass needs beside the tensors that train; the pass leaves its statistics here.
@@ -185,7 +148,7 @@ class _Batch:
     objective: Objective
     target_hidden: Tensor | None
     target_head: Tensor | None
-    target_index: "TargetIndex | None"
+    target_index: TargetIndex | None
     labels: Tensor
     valid: Tensor | None
     reduced: ReducedTarget | None
@@ -198,9 +161,12 @@ class _Batch:
     statistics: BlockStatistics | None = None
     survival: Tensor | None = None
 
-    def num_rows(self, chunks: list[slice]) -> int:
-        """Return the number of positions in the largest chunk."""
-        return max((chunk.stop - chunk.start for chunk in chunks), default=0) * self.labels.shape[1]
+    def target_logits(self, chunks: list[slice]) -> TargetLogits | None:
+        """Return what makes the target's logits, or None if they are not needed."""
+        if self.target_hidden is None or self.target_head is None:
+            return None
+        block_size = self.labels.shape[1]
+        return TargetLogits(self.target_hidden, self.target_head, chunks, block_size, self.valid, self.target_index)
 
     def chunks(self, head: Tensor) -> list[slice]:
         """Return slices of whole blocks and whole runs, as equal as they can be."""
@@ -218,11 +184,11 @@ class _Batch:
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, prev: Tensor | None, w2: Tensor | None, batch: _Batch) -> Any:
-        products = [_Product(hidden, head, batch.valid, *batch.trains[0:2])]
+        products = [HeadProduct(hidden, head, batch.valid, *batch.trains[0:2])]
         if prev is not None and w2 is not None:
-            products.append(_Product(prev, w2, batch.valid, *batch.trains[2:4]))
+            products.append(HeadProduct(prev, w2, batch.valid, *batch.trains[2:4]))
         chunks = batch.chunks(head)
-        buffers = _Buffers(products, _Target.of(batch, chunks), batch.num_rows(chunks))
+        buffers = LogitBuffers(products, batch.target_logits(chunks), largest_chunk(chunks) * batch.labels.shape[1])
         results = [_chunk(batch, chunk, buffers) for chunk in chunks]
         if batch.stats:
             statistics = [result.statistics for result in results if result.statistics is not None]
@@ -245,128 +211,6 @@ class _FusedLinear(torch.autograd.Function):
         return (*scaled, *[None] * (5 - len(scaled)))
 
 
-class _Product:
-    """_Product computes ``logits = hidden @ head.T`` and its gradients, a chunk of blocks at a time.
-
-    Hidden states at invalid positions are zeroed, so that nothing there reaches a head's gradient.
-    Gradients are summed in the computing dtype.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        head: Tensor,
-        valid: Tensor | None,
-        hidden_trains: bool = False,
-        head_trains: bool = False,
-    ) -> None:
-        self.hidden = hidden if valid is None else torch.where(valid.unsqueeze(-1), hidden, 0)
-        self.head = head
-        self.hidden_gradient = torch.empty_like(hidden, dtype=computing_dtype(head.dtype)) if hidden_trains else None
-        self.head_gradient = torch.zeros_like(head, dtype=computing_dtype(head.dtype)) if head_trains else None
-
-    def rows(self, chunk: slice) -> Tensor:
-        """Return the chunk's hidden states, ``[n*B, H]`` in the head's dtype."""
-        hidden = self.hidden[chunk]
-        return hidden.reshape(-1, hidden.shape[-1]).to(self.head.dtype)
-
-    def logits(self, chunk: slice, buffer: Tensor) -> Tensor:
-        """Write the chunk's logits ``[n*B, V]`` into the buffer and return them."""
-        rows = self.rows(chunk)
-        return torch.mm(rows, self.head.t(), out=buffer[: rows.shape[0]])
-
-    def accumulate(self, gradient: Tensor, chunk: slice) -> None:
-        """Add the gradient ``[n*B, V]`` of the chunk's logits to those of hidden states and head."""
-        if self.hidden_gradient is None and self.head_gradient is None:
-            return
-        # a gradient that kernels left in a low dtype is not copied to a higher one: the small factor is rounded instead
-        dtype = min(gradient.dtype, self.head.dtype, key=lambda dtype: dtype.itemsize)
-        gradient, head = gradient.to(dtype), self.head.to(dtype)
-        if self.hidden_gradient is not None:
-            self.hidden_gradient[chunk] = (gradient @ head).view_as(self.hidden[chunk])
-        if self.head_gradient is not None:
-            rows = self.rows(chunk).to(dtype)
-            if self.head_gradient.dtype == dtype:
-                self.head_gradient.addmm_(gradient.t(), rows)
-            else:
-                self.head_gradient.add_(gradient.t() @ rows)
-
-
-class _Target:
-    """_Target makes the target's logits of one chunk after the other, in the same storage, each row once.
-
-    With an index, a chunk's rows are those between the first and the last that its blocks read, and one more,
-    which is uniform, for the positions that are not valid. A chunk whose blocks lie too far apart for that to pay
-    has a row for each position.
-    """
-
-    def __init__(self, hidden: Tensor, head: Tensor, batch: _Batch, chunks: list[slice]) -> None:
-        self._head, self._index, self._valid = head, batch.target_index, batch.valid
-        self._product = _Product(hidden, head, batch.valid if batch.target_index is None else None)
-        self._parts: dict[int, slice] = {}
-        num_rows = batch.num_rows(chunks)
-        if batch.target_index is not None:
-            bounds = batch.target_index.known_bounds(batch.valid)
-            for chunk in chunks:
-                first, last = min(low for low, _ in bounds[chunk]), max(high for _, high in bounds[chunk])
-                if 0 <= last - first < (chunk.stop - chunk.start) * batch.labels.shape[1]:
-                    self._parts[chunk.start] = slice(first, last)
-            shared = [part.stop - part.start + 1 for part in self._parts.values()]
-            num_rows = max(shared) if len(shared) == len(chunks) and shared else num_rows
-        self._buffer = head.new_empty(num_rows, head.shape[0])
-
-    @classmethod
-    def of(cls, batch: _Batch, chunks: list[slice]) -> "_Target | None":
-        """Return what makes the logits, or None if they are not needed."""
-        if batch.target_hidden is None or batch.target_head is None:
-            return None
-        return cls(batch.target_hidden, batch.target_head, batch, chunks)
-
-    def logits(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the logits ``[n*B, V]`` and no index, or ``[P, V]`` and the row ``[n, B]`` of each position."""
-        if self._index is None:
-            return self._product.logits(chunk, self._buffer), None
-        index = self._index.rows[chunk]
-        valid = torch.ones_like(index, dtype=torch.bool) if self._valid is None else self._valid[chunk]
-        part = self._parts.get(chunk.start)
-        if part is None:
-            rows = self._product.hidden.index_select(0, torch.where(valid, index, 0).reshape(-1))
-            rows = torch.where(valid.reshape(-1, 1), rows, 0).to(self._head.dtype)
-            return torch.mm(rows, self._head.t(), out=self._buffer[: len(rows)]), None
-        num_rows = part.stop - part.start
-        logits = self._buffer[: num_rows + 1]
-        torch.mm(self._product.rows(part), self._head.t(), out=logits[:num_rows])
-        logits[num_rows].zero_()
-        return logits, torch.where(valid, index - part.start, num_rows)
-
-
-class _Buffers:
-    """_Buffers makes the logits of one chunk after the other in the same storage.
-
-    Args:
-        products: of the draft head and, if there is one, of the Markov factors, which is added to it.
-        target: makes the target's, if they are needed.
-        num_rows: of the largest chunk.
-    """
-
-    def __init__(self, products: list[_Product], target: _Target | None, num_rows: int) -> None:
-        self.products, self._target = products, target
-        head = products[0].head
-        self._draft_buffer = head.new_empty(num_rows, head.shape[0])
-        self._bias_heads = [bias.head.to(head.dtype).t() for bias in products[1:]]
-
-    def draft_logits(self, chunk: slice) -> Tensor:
-        """Return the draft logits ``[n*B, V]``, biases included."""
-        logits = self.products[0].logits(chunk, self._draft_buffer)
-        for bias, bias_head in zip(self.products[1:], self._bias_heads, strict=True):
-            logits.addmm_(bias.rows(chunk).to(logits.dtype), bias_head)
-        return logits
-
-    def target_logits(self, chunk: slice) -> tuple[Tensor | None, Tensor | None]:
-        """Return the target logits and the row that each position reads, if they are shared; None if not needed."""
-        return (None, None) if self._target is None else self._target.logits(chunk)
-
-
 @dataclass(frozen=True)
 class _ChunkResult:
     """_ChunkResult is what outlives a chunk: sums ``[2, n]``, and with statistics also survival ``[n, B]``."""
@@ -376,7 +220,7 @@ class _ChunkResult:
     survival: Tensor | None
 
 
-def _chunk(batch: _Batch, chunk: slice, buffers: _Buffers) -> _ChunkResult:
+def _chunk(batch: _Batch, chunk: slice, buffers: LogitBuffers) -> _ChunkResult:
     """Evaluate one chunk and add its gradients to the products; all else of it is freed before the next one."""
     blocks = _blocks(buffers.draft_logits(chunk), *buffers.target_logits(chunk), batch, chunk)
     with torch.enable_grad():

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from blockdraft.losses.objective import Objective
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget
-from blockdraft.losses.row_sums import RowSums
-from blockdraft.losses.rows import Rows
+from blockdraft.losses.rows import Rows, RowSums
 from blockdraft.losses.rows_triton import DTYPES, TritonRows
 from blockdraft.losses.scores import Blocks
 from blockdraft.losses.statistics import measure

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockdraft.errors import BlockdraftError
 from blockdraft.losses import kernel_ops
-from blockdraft.losses.row_sums import LOG_ZERO, RowSums
+from blockdraft.losses.rows import LOG_ZERO, RowSums
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Logits may come in these dtypes; the kernels compute in float32."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from blockdraft.losses.anchor_runs import AnchorRuns
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget
-from blockdraft.losses.row_sums import LOG_ZERO, RowSums
-from blockdraft.losses.rows import Rows
+from blockdraft.losses.rows import LOG_ZERO, Rows, RowSums
 
 
 class Blocks:

@@ -35,7 +35,7 @@ Quantity = Literal["acceptance_length", "predicted_length", "speedup"]
 
 @dataclass(frozen=True)
 class LoadedEvaluation:
-    """One evaluation's folder, read. ``name`` tells it from the other folders of the report."""
+    """Holds one evaluation's folder, read. ``name`` tells it from the other folders of the report."""
 
     name: str
     folder: Path
@@ -45,7 +45,7 @@ class LoadedEvaluation:
 
 @dataclass(frozen=True)
 class Retention:
-    """How far drafts were kept, over some rounds.
+    """Says how far drafts were kept, over some rounds.
 
     kept: Pr(accepted >= i) for i = 1 .. B. Their sum is the mean number of drafted tokens kept.
     """
@@ -70,7 +70,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class Spent:
-    """The time some generations took, by phase, and how many tokens they made."""
+    """Says how long some generations took, by phase, and how many tokens they made."""
 
     seconds: Mapping[str, float]
     tokens: float
@@ -85,18 +85,18 @@ class Spent:
 
     @property
     def total(self) -> float:
-        """Seconds of all phases together."""
+        """Give the seconds of all phases together."""
         return sum(self.seconds.values())
 
     @property
     def phases(self) -> list[str]:
-        """The phases that were timed, in the order of a round."""
+        """Give the phases that were timed, in the order of a round."""
         return [*(p for p in PHASES if p in self.seconds), *sorted(set(self.seconds).difference(PHASES))]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A drafter with everything that was measured of it.
+    """Holds a drafter with everything that was measured of it.
 
     target: its target's title. label: its row in a table, unique among the drafters of its kind and target.
     """
@@ -108,12 +108,12 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """DFlash or DSpark."""
+        """Name the kind: DFlash or DSpark."""
         return KINDS[self.about.kind]
 
     @property
     def title(self) -> str:
-        """Kind and label together, unique among all drafters of its target."""
+        """Give kind and label together, unique among all drafters of its target."""
         return f"{self.kind} {self.label}"
 
     @property
@@ -177,20 +177,20 @@ class Entry:
 
     @property
     def dynamics(self) -> Dynamics | None:
-        """Its checkpoints over training, if they were measured."""
+        """Give its checkpoints over training, if they were measured."""
         found = self.evaluation.results.dynamics
         return next((d for d in found if d.drafter == self.about.name and d.points), None)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All evaluations of a report, with their drafters named and ordered."""
+    """Holds all evaluations of a report, with their drafters named and ordered."""
 
     evaluations: tuple[LoadedEvaluation, ...]
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Every drafter, by target, kind and label, in the order of the paper's tables."""
+        """Give every drafter, by target, kind and label, in the order of the paper's tables."""
         titles = self._target_titles()
         drafters = [(e, d) for e in self.evaluations for d in e.results.drafters]
         found = [(e, d, titles[e.results.target_fingerprint, e.results.target]) for e, d in drafters]
@@ -201,12 +201,12 @@ class Comparison:
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """Titles of the targets, in the order they were given."""
+        """Give the titles of the targets, in the order they were given."""
         return tuple(dict.fromkeys(self._target_titles().values()))
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of drafter that are present: DFlash, DSpark."""
+        """Give the kinds of drafter that are present: DFlash, DSpark."""
         present = {e.kind for e in self.entries}
         return tuple(kind for kind in KINDS.values() if kind in present)
 
@@ -261,7 +261,7 @@ class Comparison:
 
     @cached_property
     def differences(self) -> list[str]:
-        """What a reader must know before comparing rows of different evaluations of one target."""
+        """Say what a reader must know before comparing rows of different evaluations of one target."""
         notes = []
         for target in self.targets:
             involved = {e.evaluation.name: e.evaluation for e in self.of(target)}.values()

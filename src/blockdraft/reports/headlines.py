@@ -48,7 +48,7 @@ class Gain:
 
     @property
     def figure(self) -> str | None:
-        """The gain in percent, or None if it is not settled."""
+        """Give the gain in percent, or None if it is not settled."""
         return f"{self.ratio - 1:+.1%}" if self.settled else None
 
     def __str__(self) -> str:
@@ -87,31 +87,31 @@ class Headline:
 
     @property
     def figure(self) -> str:
-        """What is printed large: the gain in predicted length, if it is settled, or the predicted length alone."""
+        """Say what is printed large: the gain in predicted length, if it is settled, or the predicted length alone."""
         first = self.findings[0]
         return (first.gain.figure or "undecided") if first.gain else f"{first.new.value:.2f}"
 
     @property
     def settled(self) -> bool:
-        """Whether the large figure is a number."""
+        """Tell whether the large figure is a number."""
         gain = self.findings[0].gain
         return gain is None or gain.settled
 
     @property
     def claim(self) -> str:
-        """What the large figure is."""
+        """Say what the large figure is."""
         who = f"with {self.new}" if self.old is None else f"{self.new} over {self.old}"
         return f"predicted tokens per verification call, {who}"
 
     @property
     def basis(self) -> str:
-        """What the large figure rests on."""
+        """Say what the large figure rests on."""
         first = self.findings[0]
         return first.gain.basis if first.gain else f"95% interval {first.new.low:.2f} to {first.new.high:.2f}"
 
     @property
     def sentences(self) -> list[str]:
-        """The findings in words."""
+        """Give the findings in words."""
         shown = [_with(found.new, found.unit) for found in self.findings]
         said = [
             f"Predicted from the target's own texts, {self.new} yields {shown[0]} tokens per verification call",

@@ -22,7 +22,7 @@ from blockdraft.reports.table import Column, Table, TableRow, plain
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """What was written: the page, the files of tables and figures, the tables themselves and the results in words."""
+    """Names what was written: the page, files of tables and figures, the tables themselves and the results in words."""
 
     page: Path
     table_files: list[Path]
@@ -90,7 +90,7 @@ def table_html(table: Table) -> str:
 
 @dataclass(frozen=True)
 class TracedText:
-    """A prompt and what every drafter did with it."""
+    """Holds a prompt and what every drafter did with it."""
 
     target: str
     task: str

@@ -39,7 +39,7 @@ COMPARED: dict[Quantity, str] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A column for every drafter: its heading, its name in CSV, and how it is taken from what was measured."""
+    """Describes a column for every drafter: its heading, its name in CSV, and how it is taken from measurements."""
 
     head: str
     key: str

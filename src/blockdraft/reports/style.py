@@ -90,7 +90,7 @@ RC = {
 
 @dataclass(frozen=True)
 class Style:
-    """How a drafter is drawn: the ink's name, a marker, a line."""
+    """Says how a drafter is drawn: the ink's name, a marker, a line."""
 
     ink: str
     marker: str
@@ -98,7 +98,7 @@ class Style:
 
     @property
     def colour(self) -> str:
-        """The ink on light ground."""
+        """Give the ink on light ground."""
         return INKS[self.ink][0]
 
 
@@ -130,7 +130,7 @@ def css() -> str:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with the name of its files, its title and its caption."""
+    """Holds a figure with the name of its files, its title and its caption."""
 
     name: str
     title: str
@@ -139,7 +139,7 @@ class Drawing:
 
     @property
     def points(self) -> int:
-        """Its width in points."""
+        """Give its width in points."""
         return round(72 * self.figure.get_figwidth())
 
     def png(self) -> bytes:

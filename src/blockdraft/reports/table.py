@@ -14,7 +14,7 @@ WIDE = 11  # columns from which LaTeX shrinks a table to the width of the text
 
 @dataclass(frozen=True)
 class CellValue:
-    """A cell of a table.
+    """Holds a cell of a table.
 
     text: as shown. number: as computed, for CSV. interval: 95%. ranked: takes part in the search for the best one.
     best: set by that search.
@@ -32,7 +32,7 @@ MISSING = CellValue("–")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of values.
+    """Describes a column of values.
 
     heads: its headings, the outermost first; neighbours that share one stand under it together.
     key: its name in CSV. interval: whether CSV gives ``key_low`` and ``key_high`` too.
@@ -45,7 +45,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row: labels on the left, then one value per column."""
+    """Holds a row: labels on the left, then one value per column."""
 
     labels: tuple[str, ...]
     values: tuple[CellValue, ...]
@@ -53,7 +53,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that knows what it says, and can be written in several forms.
+    """Holds a table that knows what it says, and writes it in several forms.
 
     name: of its files. labels: headings of the label columns. A label like the one above it is not repeated.
     """
@@ -137,7 +137,7 @@ class Table:
 
     @property
     def depth(self) -> int:
-        """How many levels of headings there are."""
+        """Say how many levels of headings there are."""
         return max(len(column.heads) for column in self.columns)
 
     def _heads(self, level: int) -> list[tuple[str, int]]:

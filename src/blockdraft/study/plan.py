@@ -40,7 +40,7 @@ class StudyObjective(Section):
 
 
 class StudyEvaluation(Section):
-    """How every drafter is evaluated."""
+    """Says how every drafter is evaluated."""
 
     tasks: list[str] = Field(["pocket"], description="as `evaluate --tasks` takes them")
     prompts: Path | None = Field(None, description="a folder with NAME.jsonl for the benchmarks; null is the Hub")
@@ -87,7 +87,7 @@ class StudyRecipe(Section):
 
     @property
     def cells(self) -> "list[Cell]":
-        """All cells, seed by seed, so that an interrupted study has whole seeds."""
+        """Give all cells, seed by seed, so that an interrupted study has whole seeds."""
         return [
             Cell(self, target, drafter, objective, seed)
             for seed in self.seeds
@@ -99,7 +99,7 @@ class StudyRecipe(Section):
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of a study."""
+    """Describes one training run of a study."""
 
     study: StudyRecipe
     target: str
@@ -109,17 +109,17 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A name that no other cell has, which is also the run's folder."""
+        """Give a name that no other cell has, which is also the run's folder."""
         return f"{self.target}-{self.drafter}-{self.objective}-seed{self.seed}"
 
     @property
     def drafter_name(self) -> str:
-        """The name of the drafter in the evaluation of its target and seed."""
+        """Give the name of the drafter in the evaluation of its target and seed."""
         return f"{self.drafter}-{self.objective}"
 
     @property
     def recipe_name(self) -> str:
-        """The shipped recipe that the cell starts from."""
+        """Give the shipped recipe that the cell starts from."""
         target, objective = self.study.targets[self.target], self.study.objectives[self.objective]
         return f"{target.recipe}-{self.drafter}-{objective.recipe}"
 
@@ -133,7 +133,7 @@ class Cell:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The cell's recipe; its data folder is left open."""
+        """Give the cell's recipe; its data folder is left open."""
         return load_recipe(self.recipe_name, self.assignments(Path("data"), Path("features")))
 
 

@@ -32,14 +32,14 @@ OnProgress = Callable[[str, int, int, int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """A command of a study: what it makes, and how to make it."""
+    """Holds a command of a study: what it makes, and how to make it."""
 
     name: str
     arguments: list[str]
 
     @property
     def command(self) -> list[str]:
-        """The command line, for a process of its own."""
+        """Give the command line, for a process of its own."""
         return [sys.executable, "-m", "blockdraft", *self.arguments]
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Job:
 
 
 class Study:
-    """A study in its folder."""
+    """Runs a study in its folder, and resumes it."""
 
     def __init__(
         self, recipe: StudyRecipe, out: str | Path, *, num_jobs: int = 1, on_progress: OnProgress | None = None

@@ -23,23 +23,23 @@ T_975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.26
 
 @dataclass(frozen=True)
 class Spread:
-    """Values over seeds: their mean, their standard deviation (None for one seed), and how many there are."""
+    """Holds values over seeds: their mean, standard deviation (None for one seed), and how many there are."""
 
     values: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        """The mean over seeds."""
+        """Give the mean over seeds."""
         return fmean(self.values)
 
     @property
     def deviation(self) -> float | None:
-        """The standard deviation over seeds; None for a single one."""
+        """Give the standard deviation over seeds; None for a single one."""
         return stdev(self.values) if len(self.values) > 1 else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the mean by Student's t over seeds; None for a single seed."""
+        """Give the 95% interval of the mean by Student's t over seeds; None for a single seed."""
         if self.deviation is None:
             return None
         freedom = len(self.values) - 1
@@ -56,7 +56,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class StudySummary:
-    """What a study found: its tables, the report's page, and the count of wins against the baseline."""
+    """Holds what a study found: its tables, the report's page, and the count of wins against the baseline."""
 
     tables: list[Table]
     page: Path

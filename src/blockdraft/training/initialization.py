@@ -1,8 +1,16 @@
-"""Where a drafter's first weights come from: chance, the target's own last layers, or another drafter."""
+"""The drafter that a run starts with: where its first weights come from, and which tokens it may propose.
 
+Weights come from chance, the target's own last layers, or another drafter. A reduced draft vocabulary is chosen from
+the training texts, and measured by how far it can carry a drafter.
+"""
+
+import math
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from blockdraft.data import TextDataset
@@ -10,7 +18,6 @@ from blockdraft.drafters import CheckpointError, Drafter, DrafterConfig, build_d
 from blockdraft.drafters.config import recorded_fingerprint
 from blockdraft.recipes import Recipe, RecipeError
 from blockdraft.targets import Target
-from blockdraft.training.vocabulary import choose_draft_ids
 
 
 def new_drafter(recipe: Recipe, target: Target, dataset: TextDataset | None = None) -> Drafter:
@@ -120,3 +127,66 @@ def copy_last_layers(drafter: Drafter, target: Target) -> None:
         raise RecipeError(f"no layer of {target.name} fits this drafter; use drafter.initial=scratch")
     num_features, width = len(drafter.config.target_layers), drafter.config.hidden_size
     drafter.fc.weight.copy_(torch.eye(width).repeat(1, num_features) / num_features)
+
+
+def choose_draft_ids(dataset: TextDataset, vocab_size: int, wanted: float) -> NDArray[np.int64]:
+    """Return the most frequent response tokens, in ascending order.
+
+    Args:
+        dataset: the texts that the drafter is trained on.
+        vocab_size: V, the target's.
+        wanted: how many tokens, or the share of all response tokens to cover if it is below 1.
+    """
+    counts = np.bincount(response_tokens(dataset), minlength=vocab_size)
+    order = np.argsort(-counts, kind="stable")  # of equally frequent ones, the smaller ids
+    if wanted >= 1:
+        num = min(int(wanted), vocab_size)
+    else:
+        covered = np.cumsum(counts[order]) / counts.sum()
+        num = int(np.searchsorted(covered, wanted)) + 1
+    return np.sort(order[:num])
+
+
+def response_tokens(dataset: TextDataset) -> NDArray[np.int64]:
+    """Return the response tokens of all texts, end to end."""
+    parts = [dataset[i][dataset.prompt_lengths[i] :] for i in range(len(dataset))]
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Says what a reduced vocabulary leaves of held-out texts.
+
+    share: of response tokens that are in it.
+    longest: the mean number of tokens that a block of B could have accepted at most: those before the first token
+        that is not in it. Verification cannot keep more of any text, whatever the drafter learns.
+    """
+
+    num_tokens: int
+    share: float
+    longest: float
+    num_proposals: int
+
+    def __str__(self) -> str:
+        return (
+            f"draft vocabulary: {self.num_tokens:,} tokens cover {self.share:.2%} of held-out responses; at most "
+            f"{self.longest:.2f} of {self.num_proposals} drafted tokens can be accepted"
+        )
+
+
+def coverage(dataset: TextDataset, draft_ids: NDArray[np.int64], vocab_size: int, num_proposals: int) -> Coverage:
+    """Measure a draft vocabulary on texts: how many tokens it covers, and the bound on lengths that follows."""
+    known = np.zeros(vocab_size, dtype=bool)
+    known[draft_ids] = True
+    inside = total = 0
+    reach: list[int] = []
+    for i in range(len(dataset)):
+        covered = known[dataset[i][dataset.prompt_lengths[i] :]]
+        inside, total = inside + int(covered.sum()), total + len(covered)
+        run = 0
+        for position in range(len(covered) - 1, 0, -1):  # the anchor before a block is a response token, too
+            run = run + 1 if covered[position] else 0
+            if position + num_proposals <= len(covered):
+                reach.append(min(run, num_proposals))
+    share = inside / total if total else math.nan
+    return Coverage(len(draft_ids), share, float(np.mean(reach)) if reach else math.nan, num_proposals)

@@ -1,20 +1,28 @@
-"""What is measured while training goes on: expected accepted lengths, real decoding, and how fast it goes."""
+"""What is measured while training goes on, and where it is written.
 
+Measured are expected accepted lengths, real decoding, and how fast it goes. Metrics go to ``metrics.jsonl`` always,
+and to TensorBoard, Weights & Biases or trackio if asked.
+"""
+
+import importlib.util
+import json
 import time
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from blockdraft.data import BatchSampler, Features, TextDataset, collate, partition
+from blockdraft.data import BatchSampler, Features, OnlineFeatures, TextDataset, collate, partition
 from blockdraft.decoding import generate
 from blockdraft.distributed import Distributed
 from blockdraft.drafters import Drafter
 from blockdraft.losses import BlockStatistics, objective
+from blockdraft.recipes import Recipe, RecipeError
 from blockdraft.targets import Target
-from blockdraft.training.capacity import peak_memory, peak_rate
-from blockdraft.training.loader import PrefetchingLoader
-from blockdraft.training.step import TrainingStep, check_batch
+from blockdraft.training.initialization import Coverage, coverage
+from blockdraft.training.resources import peak_memory, peak_rate
+from blockdraft.training.step import PrefetchingLoader, TrainingStep, check_batch
 from blockdraft.verification import RULES
 
 TEXTS_PER_BATCH = 16
@@ -137,3 +145,128 @@ class DecodedPrompts:
         rounds = [each for out in found for each in out.rounds]
         length = sum(len(each.tokens) for each in rounds) / max(1, len(rounds))
         return {"decoded_length_block": length, "decoded_text": found[0].text}
+
+
+class HeldOut:
+    """Measures a drafter on held-out texts: expected accepted lengths and, if asked for, what decoding retains.
+
+    coverage: what a reduced draft vocabulary leaves of these texts; None if the drafter has all tokens.
+    decoded: the prompts that are decoded, in the process that does it; None if there are none.
+    """
+
+    def __init__(
+        self,
+        blocks: HeldOutBlocks,
+        decoded: DecodedPrompts | None,
+        coverage: Coverage | None,
+        drafter: Drafter,
+        distributed: Distributed,
+        lockstep: bool,
+    ) -> None:
+        self.blocks, self.decoded, self.coverage = blocks, decoded, coverage
+        self._drafter, self._distributed, self._lockstep = drafter, distributed, lockstep
+
+    @classmethod
+    def of(
+        cls,
+        texts: TextDataset,
+        recipe: Recipe,
+        drafter: Drafter,
+        temperature: float,
+        target: Target,
+        distributed: Distributed,
+    ) -> "HeldOut | None":
+        """Prepare what a recipe asks to measure, at the objective's temperature; None where no text is held out."""
+        runtime, logging, config = recipe.runtime, recipe.logging, drafter.config
+        lockstep = distributed.is_distributed and (runtime.parallel == "fsdp" or runtime.shard_target)
+        if lockstep and logging.decode_prompts:
+            raise RecipeError(
+                "logging.decode_prompts needs whole models in one process, and these are sharded; set it to 0, "
+                "or train with runtime.parallel=ddp and runtime.shard_target=false"
+            )
+        if not len(texts):
+            return None
+        covered, decoded, ids = None, None, drafter.draft_ids
+        if ids is not None:
+            covered = coverage(texts, ids.cpu().numpy(), target.vocab_size, config.num_proposals)
+        features = OnlineFeatures(target, config.target_layers, None if ids is None else temperature)
+        blocks = HeldOutBlocks(texts, logging.heldout_blocks, config.num_proposals, recipe.seed, features, temperature)
+        if logging.decode_prompts and distributed.is_main:
+            decoded = DecodedPrompts(texts, logging.decode_prompts, target, temperature, recipe.seed)
+        return cls(blocks, decoded, covered, drafter, distributed, lockstep)
+
+    def measure(self, step: TrainingStep) -> dict[str, Any]:
+        """Return what was measured, by the names of ``metrics.jsonl``."""
+        stats = self.blocks.measure(step, self._distributed, lockstep=self._lockstep)
+        measured: dict[str, Any] = {f"heldout_{name}": value for name, value in summary(stats).items()}
+        return measured if self.decoded is None else measured | self.decoded.measure(self._drafter)
+
+
+TRACKERS = ("wandb", "trackio")
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Raise if the recipe asks for a tracker that is not installed; on every process, before any of them waits."""
+    for name in ("tensorboard", *TRACKERS):
+        if getattr(recipe.logging, name) and importlib.util.find_spec(name) is None:
+            raise RecipeError(
+                f"logging.{name} needs a package that is not installed: pip install {name}, or set logging.{name}=false"
+            )
+
+
+class MetricsLog:
+    """Writes the metrics of one run; used by the process that writes."""
+
+    def __init__(self, file: Path, recipe: Recipe) -> None:
+        self._file = file.open("a")
+        self._writers: list[Any] = []
+        if recipe.logging.tensorboard:
+            self._writers.append(_TensorBoard(file.parent / "tensorboard"))
+        for name in TRACKERS:
+            if getattr(recipe.logging, name):
+                self._writers.append(_Tracker(name, file.parent, recipe))
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Write one line; ``step`` is among the values."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float) and key != "step"}
+        texts = {key: value for key, value in values.items() if isinstance(value, str)}
+        for writer in self._writers:
+            writer.write(numbers, texts, values["step"])
+
+    def close(self) -> None:
+        """Close the file and all trackers."""
+        self._file.close()
+        for writer in self._writers:
+            writer.close()
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, numbers: dict[str, float], texts: dict[str, str], step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        for name, text in texts.items():
+            self._writer.add_text(name, text, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Tracker:
+    """Sends numbers to wandb or trackio, which share their interface."""
+
+    def __init__(self, name: str, run: Path, recipe: Recipe) -> None:
+        self._module = __import__(name)
+        self._module.init(project="blockdraft", name=run.name, config=recipe.model_dump(mode="json"))
+
+    def write(self, numbers: dict[str, float], _texts: dict[str, str], step: int) -> None:
+        self._module.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._module.finish()

@@ -1,4 +1,4 @@
-"""What a run will take, counted before it is launched.
+"""What a run will take, counted before it is launched, and what a device offers.
 
 Weights, optimizer and files are counted exactly. Activations, the backward
 pass's working set and the objective's buffers are sums over the tensors that
@@ -7,6 +7,8 @@ by operator, on a fake GPU. The allocator's waste and the CUDA context (1 to 2
 GiB) are not in them.
 """
 
+import resource
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """Counts, and bytes.
+    """Holds what a run will take: numbers of steps, tokens and weights, bytes, and operations.
 
     num_steps, num_tokens: of the whole run; tokens that the target reads, all epochs.
     target_parameters, drafter_parameters: numbers of weights.
@@ -64,7 +66,7 @@ class ResourceEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """Peak memory of one device with the fused objective, allocator's waste and CUDA context not counted."""
+        """Give the peak memory of a device with the fused objective, without the allocator's waste and the context."""
         held = self.target_bytes + self.drafter_bytes + self.optimizer_bytes - self.gradient_bytes
         passing = self.activation_bytes + max(self.backward_bytes, self.fused_bytes)
         if self.num_devices > 1:
@@ -235,3 +237,42 @@ def fit(recipe: Recipe, memory: int, *, num_devices: int, num_texts: int, tokens
 def _on_cpu(recipe: Recipe) -> bool:
     embedded = recipe.target.name in ("pocket", "smollm2")
     return recipe.runtime.device == "cpu" or (recipe.runtime.device is None and embedded)
+
+
+# What a device offers
+
+PEAK_TFLOPS = {
+    "A10": 125.0, "A40": 149.7, "A100": 312.0, "A800": 312.0, "L4": 121.0, "L40": 181.0, "L40S": 362.0,
+    "RTX 4090": 165.2, "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "H200": 989.0, "GH200": 989.0,
+    "B200": 2250.0, "GB200": 2500.0,
+}  # fmt: skip
+"""Dense bfloat16 products, in TFLOP/s, by what a device's name contains; the longest match counts."""
+
+
+def peak_rate(device: torch.device) -> float | None:
+    """Return the floating-point operations per second that a device could do at most; None if it is not known."""
+    if device.type != "cuda":
+        return None
+    return named_peak_rate(torch.cuda.get_device_properties(device).name)
+
+
+def named_peak_rate(name: str) -> float | None:
+    """Return the peak rate of a device of this name, in operations per second."""
+    words = f" {name.replace('-', ' ')} "
+    known = [each for each in PEAK_TFLOPS if f" {each} " in words]
+    return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has held on a device so far, or in the host's memory for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Return the bytes of a device's own memory; None where it shares the host's."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)

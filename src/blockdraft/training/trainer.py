@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
-from blockdraft.data import Batch, BatchSampler, CachedFeatures, Features, OnlineFeatures, TextDataset, open_dataset
-from blockdraft.data.features import build_cache, refuse_large_cache
+from blockdraft.data import Batch, BatchSampler, TextDataset, open_dataset
 from blockdraft.distributed import Distributed, shard_frozen
 from blockdraft.errors import BlockdraftError
 from blockdraft.files import exclusive, refuse_full_disk
@@ -31,15 +30,18 @@ from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, RecipeError, is_annealed
 from blockdraft.runs import Run, RunError, RunInfo, RunTarget
 from blockdraft.targets import Sampling, Target, fingerprint
-from blockdraft.training.compiling import compiles
 from blockdraft.training.initialization import new_drafter, with_shape
-from blockdraft.training.loader import PrefetchingLoader
-from blockdraft.training.measuring import DecodedPrompts, HeldOutBlocks, Rates, summary
-from blockdraft.training.optimizers import learning_rate_at, make_optimizers, scale_gradients
+from blockdraft.training.measuring import HeldOut, MetricsLog, Rates, check_trackers
 from blockdraft.training.resources import step_flops
-from blockdraft.training.step import TrainingStep, check_batch
-from blockdraft.training.trackers import MetricsLog, check_trackers
-from blockdraft.training.vocabulary import Coverage, coverage
+from blockdraft.training.step import (
+    PrefetchingLoader,
+    check_batch,
+    learning_rate_at,
+    make_features,
+    make_optimizers,
+    make_step,
+    scale_gradients,
+)
 from blockdraft.verification import RULES
 
 SUMS = ("numerator", "denominator", "num_blocks", *RULES, "stop")
@@ -61,7 +63,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is after one optimizer step; the metrics are those of the last step that was measured."""
+    """Says where a run is after one optimizer step; the metrics are those of the last step that was measured."""
 
     step: int
     num_steps: int
@@ -118,8 +120,14 @@ class Trainer:
             self.sampler, rank=self.distributed.rank, world_size=self.distributed.world_size,
             accumulation=recipe.batch.gradient_accumulation_steps, prepare=self._prepare,
         )  # fmt: skip
-        self.features = self._make_features(training, on_features)
-        self._prepare_measuring(heldout)
+        temperature = self.objective.temperature
+        self.features = make_features(
+            self.recipe, target, training, self.config.target_layers,
+            None if self.drafter.draft_ids is None else temperature, self.distributed, on_features,
+        )  # fmt: skip
+        self.heldout = HeldOut.of(heldout, self.recipe, self.drafter, temperature, target, self.distributed)
+        self.coverage = None if self.heldout is None else self.heldout.coverage
+        self.decoded = None if self.heldout is None else self.heldout.decoded
         self._prepare_modules()
         tokens_per_step = recipe.batch.num_texts * len(training.tokens) / max(1, len(training))
         self.flops = step_flops(recipe, self.config, sum(p.numel() for p in target.model.parameters()), tokens_per_step)
@@ -267,11 +275,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Measure expected accepted lengths on held-out texts and, if asked for, what decoding retains."""
-        if self.heldout is None:
-            return {}
-        stats = self.heldout.measure(self.step_module, self.distributed, lockstep=self.lockstep)
-        measured: dict[str, Any] = {f"heldout_{name}": value for name, value in summary(stats).items()}
-        return measured if self.decoded is None else measured | self.decoded.measure(self.drafter)
+        return {} if self.heldout is None else self.heldout.measure(self.step_module)
 
     def save(self, length: float | None = None) -> None:
         """Write a checkpoint; the best one is kept as well.
@@ -303,70 +307,12 @@ class Trainer:
         batch = self.features.load(batch)
         return batch.pinned() if self.distributed.device.type == "cuda" else batch
 
-    def _make_features(self, training: TextDataset, show: Callable[[int, int], None] | None) -> Features:
-        layers, data, temperature = self.config.target_layers, self.recipe.data, self._normalizer_temperature
-        if data.features == "online":
-            return OnlineFeatures(self.target, layers, temperature)
-        assert data.cache is not None
-        max_bytes = int(data.cache_gib * 2**30)
-        refuse_large_cache(self.target, training, layers, max_bytes)
-        done = 0
-
-        def count(tokens: int) -> None:
-            nonlocal done
-            done += tokens
-            if show is not None:
-                show(done, len(training.tokens))
-
-        if self.distributed.is_main:
-            build_cache(
-                data.cache, self.target, training, layers, max_bytes=max_bytes, normalizer_temperature=temperature,
-                on_tokens=count,
-            )  # fmt: skip
-        self.distributed.barrier()
-        return CachedFeatures(data.cache, self.target, training, layers, temperature)
-
-    @property
-    def _normalizer_temperature(self) -> float | None:
-        """The temperature at which features need the target's normalizer; None if the drafter has all tokens."""
-        return None if self.drafter.draft_ids is None else self.objective.temperature
-
-    def _prepare_measuring(self, heldout: TextDataset) -> None:
-        runtime, logging, seed = self.recipe.runtime, self.recipe.logging, self.recipe.seed
-        self.lockstep = self.distributed.is_distributed and (runtime.parallel == "fsdp" or runtime.shard_target)
-        if self.lockstep and logging.decode_prompts:
-            raise RecipeError(
-                "logging.decode_prompts needs whole models in one process, and these are sharded; set it to 0, "
-                "or train with runtime.parallel=ddp and runtime.shard_target=false"
-            )
-        self.coverage: Coverage | None = None
-        """What a reduced draft vocabulary leaves of the held-out texts."""
-        self.heldout: HeldOutBlocks | None = None
-        self.decoded: DecodedPrompts | None = None
-        if len(heldout):
-            online = OnlineFeatures(self.target, self.config.target_layers, self._normalizer_temperature)
-            if self.drafter.draft_ids is not None:
-                ids = self.drafter.draft_ids.cpu().numpy()
-                self.coverage = coverage(heldout, ids, self.target.vocab_size, self.config.num_proposals)
-            temperature = self.objective.temperature
-            self.heldout = HeldOutBlocks(
-                heldout, logging.heldout_blocks, self.config.num_proposals, seed, online, temperature
-            )
-            if logging.decode_prompts and self.distributed.is_main:
-                self.decoded = DecodedPrompts(heldout, logging.decode_prompts, self.target, temperature, seed)
-
     def _prepare_modules(self) -> None:
-        runtime = self.recipe.runtime
-        default = "float32" if self.distributed.device.type == "cpu" else "bfloat16"
-        precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}[runtime.precision or default]
-        self.step_module = TrainingStep(self.drafter, self.target, precision, fused=runtime.fused)
-        layers = list(self.drafter.layers)
-        if compiles(runtime.compile, self.distributed.device, precision):
-            for layer in layers:
-                layer.compile()
+        runtime, layers = self.recipe.runtime, list(self.drafter.layers)
+        self.step_module = make_step(self.drafter, self.target, runtime, self.distributed.device)
         if runtime.shard_target and self.distributed.is_distributed:
             shard_frozen(self.target.model.model, list(self.target.model.model.layers))
-        self.module = self.distributed.wrap(self.step_module, runtime.parallel, layers, precision)
+        self.module = self.distributed.wrap(self.step_module, runtime.parallel, layers, self.step_module.precision)
         self.optimizers = make_optimizers(self.drafter, self.recipe.optimizer)
 
     def _open_run(self, folder: Path, info: RunInfo) -> Run:

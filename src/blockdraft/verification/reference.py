@@ -18,7 +18,7 @@ Law = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def reference_law(rule: str, p: Tensor, q: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
-    """One block: p ``[L+1, V]``, q ``[L, V]``, L tokens. Returns accept ``[L+1]`` and residual ``[L+1, V]``."""
+    """Return accept ``[L+1]`` and residual ``[L+1, V]`` of one block: p ``[L+1, V]``, q ``[L, V]``, L tokens."""
     length, vocab_size = len(tokens), p.shape[1]
     accept, residual = torch.zeros(length + 1, dtype=p.dtype), torch.zeros(length + 1, vocab_size, dtype=p.dtype)
     if rule == "greedy":
@@ -67,7 +67,7 @@ def reference_law(rule: str, p: Tensor, q: Tensor, tokens: list[int]) -> tuple[T
 
 @dataclass(frozen=True)
 class Emitted:
-    """What one round of speculative decoding does, exactly.
+    """Holds what one round of speculative decoding does, exactly.
 
     law: ``[V] * (B+1)`` joint law of the next B+1 tokens: those the round emits, then the target's own.
     target: the same under the target alone; a lossless rule has ``law == target``.
@@ -123,7 +123,7 @@ def enumerate_round(
 
 
 def joint_law(model: Model, vocab_size: int, num_tokens: int, prefix: Prefix = ()) -> Tensor:
-    """``[V] * (num_tokens - len(prefix))`` joint law of the tokens after ``prefix``, up to ``num_tokens`` in all."""
+    """Return the joint law of the tokens after ``prefix``, ``num_tokens`` in all, with an axis ``[V]`` for each."""
     if len(prefix) == num_tokens:
         return torch.ones((), dtype=torch.float64)
     here = model(prefix)

@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = get_args(Rule)
 
 @dataclass(frozen=True)
 class Drafted:
-    """N blocks as a rule sees them: p ``[N, B+1, V]``, q ``[N, B, V]``, tokens ``[N, B]``, lengths ``[N]``.
+    """Holds N blocks as a rule sees them: p ``[N, B+1, V]``, q ``[N, B, V]``, tokens ``[N, B]``, lengths ``[N]``.
 
     inside: ``[N, B]`` the positions within each block's length; tokens elsewhere are 0.
     """
@@ -48,7 +48,7 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Coins:
-    """How a rule decides on given blocks.
+    """Says how a rule decides on given blocks.
 
     threshold: ``[N, B]`` h_i; 0 beyond a block's length.
     state: ``[N, B+1]`` the factor of p in the residual after k accepted tokens.
@@ -60,7 +60,7 @@ class Coins:
     last_success: bool
 
     def num_accepted(self, uniform: Tensor) -> Tensor:
-        """``[N]`` accepted tokens for uniforms ``[N, B]`` in [0, 1)."""
+        """Return the number ``[N]`` of accepted tokens for uniforms ``[N, B]`` in [0, 1)."""
         success = uniform < self.threshold
         if not self.last_success:
             return success.long().cumprod(-1).sum(-1)
@@ -68,7 +68,7 @@ class Coins:
         return torch.nn.functional.pad(positions * success, (1, 0)).amax(-1)
 
     def accept_law(self) -> Tensor:
-        """``[N, B+1]`` Pr(num_accepted = k | block)."""
+        """Return Pr(num_accepted = k | block), ``[N, B+1]``."""
         h = self.threshold
         if self.last_success:
             fails_after = torch.nn.functional.pad((1 - h).flip(-1).cumprod(-1).flip(-1), (0, 1), value=1.0)
@@ -78,7 +78,7 @@ class Coins:
 
 
 def coins(rule: Rule, blocks: Drafted) -> Coins:
-    """The coins of ``rule`` on N blocks."""
+    """Return the coins of ``rule`` on N blocks."""
     p, q, inside = blocks.p, blocks.q, blocks.inside
     one = torch.ones(p.shape[:2], dtype=p.dtype, device=p.device)
     if rule == "greedy":
@@ -101,7 +101,7 @@ def coins(rule: Rule, blocks: Drafted) -> Coins:
 def law(
     rule: Rule, target_probs: Tensor, draft_probs: Tensor | None, draft_tokens: Tensor, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Exact acceptance probabilities and residual laws on N given blocks.
+    """Return exact acceptance probabilities and residual laws on N given blocks.
 
     Args:
         rule: ``"greedy"``, ``"token"`` or ``"block"``.
@@ -123,7 +123,7 @@ def law(
 
 
 def residual_law(rule: Rule, blocks: Drafted, state: Tensor, num_accepted: Tensor) -> Tensor:
-    """``[N, K, V]`` laws of the next token after ``num_accepted`` ``[N, K]`` tokens.
+    """Return the laws ``[N, K, V]`` of the next token after ``num_accepted`` ``[N, K]`` tokens.
 
     A residual without mass, which only rounding can reach, falls back to p.
     """
@@ -141,17 +141,17 @@ def residual_law(rule: Rule, blocks: Drafted, state: Tensor, num_accepted: Tenso
 
 
 def _row(probs: Tensor, at: Tensor) -> Tensor:
-    """``probs[n, at[n, k]]``, ``[N, K, V]``."""
+    """Return ``probs[n, at[n, k]]``, ``[N, K, V]``."""
     return probs.gather(1, at.unsqueeze(-1).expand(-1, -1, probs.shape[-1]))
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """part / whole, with 0/0 = 1."""
+    """Return part / whole, with 0/0 = 1."""
     return torch.where(whole > 0, part / whole.clamp(min=torch.finfo(whole.dtype).tiny), 1)
 
 
 def acceptance_states(ratio: Tensor) -> Tensor:
-    """a_0, .., a_B ``[N, B+1]`` from the ratios p_i(x_i)/q_i(x_i) ``[N, B]``: a_i = min(1, a_{i-1} ratio_i).
+    """Return a_0, .., a_B ``[N, B+1]`` from the ratios p_i(x_i)/q_i(x_i) ``[N, B]``: a_i = min(1, a_{i-1} ratio_i).
 
     That is the least of the products of ratios j + 1 to i over j = 0, .., i, the empty one being 1: a handful of
     operations instead of three for each position.
@@ -165,7 +165,7 @@ def acceptance_states(ratio: Tensor) -> Tensor:
 
 
 def probability_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
-    """p(x)/q(x) ``[N, B]``. A token that q cannot draw gets the limit: very large if p > 0, else 0."""
+    """Return p(x)/q(x) ``[N, B]``. A token that q cannot draw gets the limit: very large if p > 0, else 0."""
     p_x = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     q_x = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     tiny = torch.finfo(p.dtype).tiny
@@ -182,7 +182,7 @@ def drafted(
     *,
     check: bool = True,
 ) -> Drafted:
-    """The blocks in float32 (float64 if p is); refuses what does not belong together, by values only if ``check``."""
+    """Return the blocks in float32 (float64 if p is); refuse shapes that do not fit and, if ``check``, values."""
     if rule not in RULES:
         raise ValueError(f"unknown verification rule {rule!r}; known: {', '.join(RULES)}")
     if draft_tokens.dim() != 2:

@@ -18,7 +18,7 @@ from blockdraft.verification.rules import (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of N blocks.
+    """Holds what came of N blocks.
 
     num_accepted: ``[N]`` drafted tokens kept.
     next_token: ``[N]`` the correction, or the bonus token after a whole block.
@@ -96,7 +96,7 @@ def draw(probs: Tensor, generator: Generator | None = None) -> Tensor:
 
 
 def spawn(generator: Generator | None, device: torch.device) -> Generator:
-    """A new random stream, seeded by a draw from an existing one."""
+    """Return a new random stream, seeded by a draw from an existing one."""
     seed = torch.randint(2**62, (), generator=generator, device=device)
     return Generator(device).manual_seed(int(seed))
 
@@ -104,7 +104,7 @@ def spawn(generator: Generator | None, device: torch.device) -> Generator:
 def expected_retention(
     rule: Rule, target_probs: Tensor, draft_probs: Tensor | None, draft_tokens: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
-    """``[N, B]`` estimates of Pr(num_accepted >= i), free of the verifier's randomness and of x_i's own.
+    """Return estimates ``[N, B]`` of Pr(num_accepted >= i), free of the verifier's randomness and of x_i's own.
 
     Averaged over blocks drawn from the drafter they are unbiased:
 
