@@ -17,7 +17,8 @@ from blockdraft.decoding import (
     generate,
     measure_costs,
 )
-from blockdraft.decoding.proposals import costs_file, lengths_of, measure_lengths, remembered, tokens_per_second
+from blockdraft.decoding.costs import costs_file, measure_lengths, remembered
+from blockdraft.decoding.proposals import lengths_of, tokens_per_second
 from blockdraft.verification import law
 
 from tiny import EOS, tiny_drafter, tiny_target

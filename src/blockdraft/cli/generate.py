@@ -24,7 +24,7 @@ from blockdraft.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from blockdraft.decoding import Generation, Round
+    from blockdraft.decoding import Generation, Round, RoundCosts
     from blockdraft.drafters import Drafter
     from blockdraft.targets import Target
     from blockdraft.verification import Rule
@@ -94,8 +94,8 @@ def generate(
     """
     from rich.console import Console
 
+    from blockdraft.decoding import AdaptiveProposals, prompt_ids
     from blockdraft.decoding import generate as decode
-    from blockdraft.decoding import prompt_ids
     from blockdraft.drafters import load_drafter
     from blockdraft.targets import load_target
 
@@ -111,23 +111,42 @@ def generate(
     rules = ["token", "block"] if compare else [str(rule or RuleName.block)]
     console = Console(highlight=False, soft_wrap=True)
     results = {}
+    costs: RoundCosts | None = None
     if small is not None and asked is not None:
-        if asked == "auto":
-            read = prompt_ids(model, prompt, raw=raw)
-            asked = _best_number(
-                model, small, str(drafter), read, cast("Rule", rules[-1]), temperature, draft_temperature
-            )
-        small = small.with_proposals(asked)
+        about = (prompt_ids(model, prompt, raw=raw), cast("Rule", rules[-1]), temperature, draft_temperature)
+        if asked == "adaptive":
+            costs = _costs(model, small, *about)
+        else:
+            small = small.with_proposals(_best_number(model, small, str(drafter), *about) if asked == "auto" else asked)
     for name in rules:
         stream = Stream(model, console, max_new_tokens, silent=as_json)
         out = decode(
             model, small, prompt, raw=raw, rule=cast("Rule", name), temperature=temperature, top_k=top_k, top_p=top_p,
             draft_temperature=draft_temperature, max_new_tokens=max_new_tokens, seed=seed, on_round=stream.show,
+            num_proposals=None if costs is None else AdaptiveProposals(costs),
         )  # fmt: skip
-        stream.close(out, "no drafter" if small is None else f"{name}, {small.config.num_proposals} proposals")
-        results[name] = as_dict(out) | {"num_proposals": 0 if small is None else small.config.num_proposals}
+        number = 0 if small is None else small.config.num_proposals
+        said = "no drafter" if small is None else f"{name}, {'up to ' if costs else ''}{number} proposals"
+        stream.close(out, said)
+        results[name] = as_dict(out) | {"num_proposals": number}
     if as_json:
         print_json(results)
+
+
+def _costs(
+    target: "Target",
+    drafter: "Drafter",
+    prompt: list[int],
+    rule: "Rule",
+    temperature: float | None,
+    draft_temperature: float | None,
+) -> "RoundCosts":
+    """Return what rounds cost on this machine, measured on this prompt if that is not known yet."""
+    from blockdraft.decoding import round_costs
+
+    return round_costs(
+        target, drafter, [prompt], rule=rule, temperature=temperature, draft_temperature=draft_temperature
+    )
 
 
 def _best_number(

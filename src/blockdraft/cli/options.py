@@ -76,9 +76,10 @@ NumProposals = Annotated[
     str | None,
     typer.Option(
         "--num-proposals",
-        metavar="N|auto",
-        help="How many tokens the drafter proposes at a time, at most those it was trained with; auto measures this "
-        "machine and takes the number with the most predicted tokens per second.",
+        metavar="N|auto|adaptive",
+        help="How many tokens the drafter proposes at a time, at most those it was trained with. Auto measures this "
+        "machine and takes the number with the most predicted tokens per second; adaptive chooses anew in every round, "
+        "from what the rounds before it kept.",
         show_default="as many as it was trained with",
     ),
 ]
@@ -116,14 +117,18 @@ Assignments = Annotated[
 ]
 
 
-def as_num_proposals(given: str | None) -> "int | Literal['auto'] | None":
-    """Return a number of proposals, ``auto``, or None for the drafter's own."""
+def as_num_proposals(given: str | None) -> "int | Literal['auto', 'adaptive'] | None":
+    """Return a number of proposals, ``auto``, ``adaptive``, or None for the drafter's own."""
     if given is None:
         return None
     if given == "auto":
         return "auto"
+    if given == "adaptive":
+        return "adaptive"
     if not given.isdecimal() or int(given) < 1:
-        raise typer.BadParameter(f"{given!r} is neither a number of at least 1 nor auto", param_hint="--num-proposals")
+        raise typer.BadParameter(
+            f"{given!r} is neither a number of at least 1 nor auto nor adaptive", param_hint="--num-proposals"
+        )
     return int(given)
 
 

@@ -1,14 +1,8 @@
 """Lossless decoding with or without a drafter."""
 
+from blockdraft.decoding.costs import choose_num_proposals, measure_costs, round_costs
 from blockdraft.decoding.generation import Generation, OnVerdict, Round, generate
-from blockdraft.decoding.proposals import (
-    AdaptiveProposals,
-    ProposalChoice,
-    RoundCosts,
-    best_num_proposals,
-    choose_num_proposals,
-    measure_costs,
-)
+from blockdraft.decoding.proposals import AdaptiveProposals, ProposalChoice, RoundCosts, best_num_proposals
 from blockdraft.decoding.request import DecodingError, PromptLike, context_limit, prompt_ids, room
 
 __all__ = [
@@ -27,4 +21,5 @@ __all__ = [
     "measure_costs",
     "prompt_ids",
     "room",
+    "round_costs",
 ]

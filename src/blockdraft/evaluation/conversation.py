@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from blockdraft.data import Conversation, GenerationSettings, Prompt
-from blockdraft.decoding import Generation, generate
+from blockdraft.decoding import AdaptiveProposals, Generation, RoundCosts, generate
 from blockdraft.decoding.generation import OnVerdict
 from blockdraft.drafters import Drafter, Proposal
 from blockdraft.evaluation.protocol import DecodingSetup
@@ -32,6 +32,7 @@ def converse(
     max_new_tokens: int,
     max_length: int,
     seed: int,
+    costs: RoundCosts | None = None,
     on_verdict: OnVerdict | None = None,
     on_turn: Callable[[Generation], None] | None = None,
 ) -> list[Generation]:
@@ -45,6 +46,7 @@ def converse(
         max_new_tokens: the budget of each answer.
         max_length: the longest prompt and answer together.
         seed: the seed of all draws; each turn has a stream of its own.
+        costs: of rounds, if the number of proposals is to follow what the rounds of each answer kept.
         on_verdict: called in each round of each answer, as by `generate`.
         on_turn: called with each answer.
     """
@@ -56,6 +58,7 @@ def converse(
             target, drafter, request.prompt_ids, rule=way.rule,
             temperature=None if way.rule == "greedy" else temperature, draft_temperature=way.draft_temperature,
             max_new_tokens=request.max_new_tokens, seed=request.seed, on_verdict=on_verdict,
+            num_proposals=None if costs is None else AdaptiveProposals(costs),
         )  # fmt: skip
         if on_turn is not None:
             on_turn(answer)

@@ -103,7 +103,7 @@ class Evaluation:
         self._write_texts()
         self._write_predictions()
         self.distributed.barrier()
-        if self.protocol.num_proposals == "auto":
+        if self.protocol.num_proposals in ("auto", "adaptive"):
             self._choose_proposals()
             self._write_predictions()
             self.distributed.barrier()
@@ -263,7 +263,9 @@ class Evaluation:
     # Number of proposals
 
     def _choose_proposals(self) -> None:
-        """Make every drafter propose the number of tokens with the largest predicted speed under the last rule.
+        """Measure what rounds cost, and make every drafter propose as many tokens as are fastest under the last rule.
+
+        Adaptive proposals need the costs alone.
 
         The first process measures the costs of rounds and writes the choice down, so that an evaluation that resumes,
         and every other process, goes by the same one.
@@ -283,10 +285,10 @@ class Evaluation:
             write_model(ProposalFile(rule=rule, drafters=chosen), file)
         self.distributed.barrier()
         found = read_model(file, ProposalFile).drafters
-        self.candidates = [
-            replace(each.with_proposals(found[each.name].num_proposals), proposal_choice=found[each.name])
-            for each in self.candidates
-        ]
+        chosen = [replace(each, proposal_choice=found[each.name]) for each in self.candidates]
+        if protocol.num_proposals == "auto":
+            chosen = [each.with_proposals(found[each.name].num_proposals) for each in chosen]
+        self.candidates = chosen
 
     # Decoding
 
@@ -321,10 +323,12 @@ class Evaluation:
                 self.on_progress("decoding", count, len(mine) * len(setups), tokens)
 
     def _converse(self, prompt: Prompt, setup: DecodingSetup, max_new_tokens: int) -> list[GenerationRecord]:
-        drafter = next((each.drafter for each in self.candidates if each.name == setup.drafter), None)
+        candidate = next((each for each in self.candidates if each.name == setup.drafter), None)
+        adaptive = self.protocol.num_proposals == "adaptive" and candidate is not None
         answers = converse(
-            self.target, drafter, prompt, setup, temperature=self.protocol.temperature, max_new_tokens=max_new_tokens,
-            max_length=self.max_length, seed=self.protocol.seed,
+            self.target, candidate and candidate.drafter, prompt, setup, temperature=self.protocol.temperature,
+            max_new_tokens=max_new_tokens, max_length=self.max_length, seed=self.protocol.seed,
+            costs=candidate.proposal_choice.costs if adaptive and candidate.proposal_choice else None,
         )  # fmt: skip
         return [GenerationRecord.of(answer) for answer in answers]
 

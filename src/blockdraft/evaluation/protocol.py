@@ -17,8 +17,8 @@ GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 ONE_HOT = 0.0
 """The draft temperature at which a drafter proposes its argmax, and q is one-hot."""
 
-AskedProposals = int | Literal["auto"] | None
-"""A number of proposals, the best one for speed, or the number that each drafter was trained with."""
+AskedProposals = int | Literal["auto", "adaptive"] | None
+"""A number of proposals; the best one for speed, for all texts or round by round; or what it was trained with."""
 
 TextKind = Literal["greedy", "sampled"]
 """The two kinds of texts that a target writes: at temperature 0, and at the temperature of sampling."""
@@ -50,7 +50,9 @@ class Protocol:
     draft_temperatures: the grid that the best one is sought on; empty for none.
     one_hot: whether the sampled rules are also measured with argmax drafts, as engines draft by default.
     num_proposals: tokens that every drafter proposes, at most those it was trained with; None for all of them, and
-        ``"auto"`` for the number with the most predicted tokens per second on this machine, for each drafter.
+        ``"auto"`` for the number with the most predicted tokens per second on this machine, for each drafter;
+        ``"adaptive"`` for a number that follows what the rounds of a text kept. Predicted lengths are then those of
+        whole blocks.
     num_decoded: prompts of each task that are also decoded, spread over the task; None for all. Predicted lengths,
         which cost far less, always use all prompts.
     num_traces: prompts per task for the block explorer.
