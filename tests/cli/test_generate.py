@@ -85,6 +85,9 @@ def test_the_number_of_proposals_by_itself(folders, monkeypatch, tmp_path):
     best_at_three = {"draft": [0, 0, 0, 0, 0], "verify": [1, 9, 9, 1e-3, 9], "rest": [0, 0, 0, 0, 0]}
     kept.write_text(json.dumps(best_at_three))  # what was measured before is not measured again
     assert "[block, 3 proposals]" in run(*arguments, "--num-proposals", "auto")[1]
+    assert "[block, up to 4 proposals]" in run(*arguments, "--num-proposals", "adaptive")[1]
+    rounds = json.loads(run(*arguments, "--num-proposals", "adaptive", "--json")[1])["block"]["rounds"]
+    assert {len(each["drafted"]) for each in rounds} == {3}
     kept.write_text("{")
     assert run(*arguments, "--num-proposals", "auto")[0] == 0
     assert set(json.loads(kept.read_text())) == set(best_at_three)

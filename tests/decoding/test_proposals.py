@@ -139,6 +139,41 @@ def test_adaptive_proposals_follow_what_was_kept():
     assert found[4:] == sorted(found[4:], reverse=True)
 
 
+class Script(AdaptiveProposals):
+    """Proposes given numbers in turn, and notes what came of them."""
+
+    def __init__(self, *numbers):
+        super().__init__(costs(1, 1, 1, 1, 1))
+        self.numbers, self.seen = list(numbers), []
+
+    def next(self):
+        return self.numbers[len(self.seen) % len(self.numbers)]
+
+    def update(self, proposed, accepted):
+        self.seen.append((proposed, accepted))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_every_round_proposes_what_it_is_told_to(target, kind):
+    drafter, script = tiny_drafter(kind, target), Script(3, 1, 4, 2)
+    out = generate(target, drafter, [7, 8], max_new_tokens=40, num_proposals=script)
+    assert script.seen == [(len(each.drafted), each.accepted) for each in out.rounds]
+    asked = [script.numbers[i % 4] for i in range(len(out.rounds))]
+    whole = [len(each.drafted) for each in out.rounds if EOS not in each.drafted]
+    assert whole == [number for number, each in zip(asked, out.rounds, strict=True) if EOS not in each.drafted]
+    assert len(set(whole)) > 2
+    alone = generate(target, None, [7, 8], rule="greedy", max_new_tokens=40)
+    greedy = generate(target, drafter, [7, 8], rule="greedy", max_new_tokens=40, num_proposals=Script(3, 1, 4, 2))
+    assert greedy.tokens == alone.tokens
+
+
+def test_adaptive_proposals_need_a_drafter_that_can_make_them(target):
+    with pytest.raises(DecodingError, match="there is none"):
+        generate(target, None, [7], num_proposals=Script(1))
+    with pytest.raises(DecodingError, match="between 1 and 3, which this drafter was trained for; it is 4"):
+        generate(target, tiny_drafter("dflash", target).with_proposals(3), [7], num_proposals=Script(1))
+
+
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_texts_with_adaptive_proposals_have_the_targets_law(rule):
     """All blocks, coins and next tokens are enumerated; a number that looks at a token it drops is not lossless."""

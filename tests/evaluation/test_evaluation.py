@@ -103,6 +103,24 @@ def test_the_number_of_proposals_is_chosen_once_from_costs_and_predictions(tmp_p
     assert Evaluation(target, given, tasks(2), protocol, tmp_path).run().averages == results.averages
 
 
+@pytest.mark.slow
+def test_adaptive_proposals_are_decoded_and_whole_blocks_predicted(tmp_path, monkeypatch):
+    target = tiny_target(dtype=torch.float32)
+    given = [candidate("it", tiny_drafter("dflash", target))]
+    dear = RoundCosts((0.0,) * 5, (1.0, 1.1, 9.0, 9.0, 9.0), (0.0,) * 5)
+    monkeypatch.setattr("blockdraft.evaluation.evaluation.measure_costs", lambda *_, **__: dear)
+    protocol = replace(LEAST, num_proposals="adaptive")
+    results = Evaluation(target, given, tasks(2), protocol, tmp_path / "adaptive").run()
+    (about,) = results.drafters
+    assert (about.num_proposals, about.proposal_choice.costs) == (4, dear)
+    for line in (tmp_path / "adaptive" / "records" / "0.jsonl").read_text().splitlines():
+        assert max(k for turn in json.loads(line)["turns"] for k in turn["accepted"]) <= 1
+    whole = Evaluation(target, given, tasks(2), LEAST, tmp_path / "whole").run()
+    assert about.lengths_by_proposals == whole.drafters[0].lengths_by_proposals
+    monkeypatch.setattr("blockdraft.evaluation.evaluation.measure_costs", None)
+    assert Evaluation(target, given, tasks(2), protocol, tmp_path / "adaptive").run().averages == results.averages
+
+
 def test_predictions_use_all_prompts_where_only_some_are_decoded(tmp_path):
     target = tiny_target(dtype=torch.float32)
     given = [candidate("it", tiny_drafter("dflash", target))]

@@ -8,6 +8,7 @@ from typing import cast
 import jinja2
 from torch import Tensor
 
+from blockdraft.decoding.proposals import AdaptiveProposals
 from blockdraft.drafters import Drafter
 from blockdraft.errors import BlockdraftError
 from blockdraft.targets import Message, Sampling, Target
@@ -94,10 +95,11 @@ def check_seed(seed: int) -> None:
         raise DecodingError(f"the seed must fit into 64 bits; it is {seed}")
 
 
-def check_num_proposals(drafter: Drafter | None, num_proposals: int | None) -> None:
+def check_num_proposals(drafter: Drafter | None, asked: int | AdaptiveProposals | None) -> None:
     """Refuse a number of proposals that the drafter cannot make; None leaves it to the drafter."""
-    if num_proposals is None:
+    if asked is None:
         return
+    num_proposals = asked.costs.num_proposals if isinstance(asked, AdaptiveProposals) else asked
     if drafter is None:
         raise DecodingError("num_proposals says how many tokens a drafter proposes, and there is none; leave it out")
     if not 1 <= num_proposals <= drafter.config.num_proposals:
