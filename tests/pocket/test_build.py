@@ -13,12 +13,12 @@ from blockdraft.pocket.build import __main__ as command
 from blockdraft.pocket.build import training
 from blockdraft.pocket.build.model import Shape, grow, new_model
 from blockdraft.pocket.build.quality import SAMPLES, answers, exact_answers, perplexity, prompts_of
-from blockdraft.pocket.build.training import Cycle, Settings, SettingsError, Stage, Trainer
+from blockdraft.pocket.build.training import Settings, SettingsError, Stage, Trainer
 from blockdraft.pocket.corpus import heldout
 from blockdraft.pocket.corpus.functions import parses
 
 SHAPE = Shape(hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=16)
-TINY = Settings(stages=(Stage(1, 4), Stage(2, 2)), cycles=(), num_rows=2, row_length=256, warmup_steps=2, shape=SHAPE)
+TINY = Settings(stages=(Stage(1, 4), Stage(2, 2)), num_rows=2, row_length=256, warmup_steps=2, shape=SHAPE)
 
 
 def metrics(folder):
@@ -95,12 +95,7 @@ def test_moments_grow_with_the_layers(tokenizer, tmp_path):
 @pytest.mark.parametrize("stages", [(), (Stage(6, 1), Stage(8, 1)), (Stage(6, 1), Stage(3, 1))])
 def test_stages_that_do_not_grow_by_whole_copies_are_refused(stages):
     with pytest.raises(SettingsError, match="must be a multiple of the one before"):
-        Settings(stages=stages, cycles=())
-
-
-def test_cycles_that_do_not_add_up_are_refused():
-    with pytest.raises(SettingsError, match=r"cycles of \[3, 4\] steps do not add up to the stages' 8"):
-        Settings(stages=(Stage(1, 8),), cycles=(Cycle(3), Cycle(4)))
+        Settings(stages=stages)
 
 
 def test_a_crash_while_saving_leaves_the_old_checkpoint(tokenizer, tmp_path, monkeypatch):
@@ -133,25 +128,13 @@ def test_a_tiny_model_learns(tokenizer, tmp_path):
 
 
 def test_the_rate_warms_up_in_each_stage_and_decays_at_the_end():
-    settings = Settings(stages=(Stage(1, 40), Stage(2, 60)), cycles=(), warmup_steps=10)
+    settings = Settings(stages=(Stage(1, 40), Stage(2, 60)), warmup_steps=10, decay_share=0.4)
     shares = [settings.rate_share(step) for step in range(100)]
     assert shares[0] == shares[40] == pytest.approx(0.1)
     assert set(shares[9:40]) == {1.0} == set(shares[49:61])
     assert shares[60:] == sorted(shares[60:], reverse=True)
     assert shares[99] == pytest.approx(1 / 40)
     assert [settings.stage_of(step)[0].num_layers for step in (0, 39, 40, 99)] == [1, 1, 2, 2]
-
-
-def test_a_second_cycle_rises_to_its_own_peak_and_falls_again():
-    cycles = (Cycle(100), Cycle(50, peak=0.5, decay_share=1.0))
-    settings = Settings(stages=(Stage(1, 40), Stage(2, 110)), cycles=cycles, warmup_steps=10)
-    alone = Settings(stages=(Stage(1, 40), Stage(2, 60)), cycles=(), warmup_steps=10)
-    assert [settings.rate_share(step) for step in range(100)] == [alone.rate_share(step) for step in range(100)]
-    second = [settings.rate_share(step) for step in range(100, 150)]
-    assert second[0] == pytest.approx(0.05)
-    assert max(second) == second[8] == pytest.approx(0.5 * 42 / 50)
-    assert second[8:] == sorted(second[8:], reverse=True)
-    assert second[-1] == pytest.approx(0.5 / 50)
 
 
 @pytest.fixture(scope="module")

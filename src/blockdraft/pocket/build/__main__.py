@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     disable_progress_bar()
     try:
-        settings = default if options.stages == default.stages else replace(default, stages=options.stages, cycles=())
+        settings = replace(default, stages=options.stages)
         finished = build(settings, options.out, minutes=options.minutes, compiled=options.compile)
     except SettingsError as problem:
         parser.error(str(problem))

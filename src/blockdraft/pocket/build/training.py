@@ -38,18 +38,6 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Cycle:
-    """Steps over which the learning rates rise to a share of their peak and fall linearly to zero at the end.
-
-    num_steps: how many steps there are. peak: the share. decay_share: the last share of the steps, with falling rates.
-    """
-
-    num_steps: int
-    peak: float = 1.0
-    decay_share: float = 0.4
-
-
-@dataclass(frozen=True)
 class Settings:
     """Everything that decides what is built.
 
@@ -58,18 +46,19 @@ class Settings:
     muon_rate: peak learning rate of the layers' matrices, under Muon.
     adamw_rate: peak learning rate of the embedding and the norms, under AdamW.
     precision: of the products in a step, ``float32`` or ``bfloat16``; weights, moments and sums are float32 always.
-    cycles: of the learning rates; empty for a single one over all stages.
-    warmup_steps: steps over which the rates rise at the beginning of each cycle and again after each growth.
+    warmup_steps: steps over which the learning rates rise at the beginning and again after each growth.
+    decay_share: the last share of all steps, over which the learning rates fall linearly to zero. A deep model needs
+        lower rates than a shallow one, so the fall begins before the last growth.
     """
 
-    stages: tuple[Stage, ...] = (Stage(4, 2400), Stage(8, 800), Stage(16, 1500))
-    cycles: tuple[Cycle, ...] = (Cycle(4100), Cycle(600, peak=0.3, decay_share=1.0))
+    stages: tuple[Stage, ...] = (Stage(4, 5000), Stage(8, 1200), Stage(16, 1800))
     num_rows: int = 12
     row_length: int = 256
     muon_rate: float = 4e-3
     adamw_rate: float = 2e-3
     precision: str = "bfloat16"
     warmup_steps: int = 50
+    decay_share: float = 0.5
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     seed: int = 42
@@ -80,9 +69,6 @@ class Settings:
         depths = [stage.num_layers for stage in self.stages]
         if not depths or any(deep % shallow for shallow, deep in pairwise(depths)):
             raise SettingsError(f"each stage's depth must be a multiple of the one before, got {depths}")
-        lengths = [cycle.num_steps for cycle in self.cycles]
-        if lengths and sum(lengths) != self.num_steps:
-            raise SettingsError(f"cycles of {lengths} steps do not add up to the stages' {self.num_steps}")
 
     @property
     def num_steps(self) -> int:
@@ -97,25 +83,14 @@ class Settings:
             step -= stage.num_steps
         return self.stages[-1], self.stages[-1].num_steps + step
 
-    def cycle_of(self, step: int) -> tuple[Cycle, int]:
-        """Return the cycle that a step (counted from 0) belongs to, and how many of its steps come before it."""
-        cycles = self.cycles or (Cycle(self.num_steps),)
-        for cycle in cycles[:-1]:
-            if step < cycle.num_steps:
-                return cycle, step
-            step -= cycle.num_steps
-        return cycles[-1], step
-
     def rate_share(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0, as a share of the peak rate.
 
-        It rises linearly at the start of each cycle and stage, is constant, and falls linearly to zero at the end of
-        each cycle.
+        It rises linearly at the start of each stage, is constant, and falls linearly to zero over the last steps.
         """
-        cycle, before = self.cycle_of(step)
-        warmup = min(1.0, (min(before, self.stage_of(step)[1]) + 1) / self.warmup_steps)
-        decay = min(1.0, (cycle.num_steps - before) / max(1, cycle.decay_share * cycle.num_steps))
-        return cycle.peak * min(warmup, decay)
+        warmup = (self.stage_of(step)[1] + 1) / self.warmup_steps
+        decay = (self.num_steps - step) / max(1, self.decay_share * self.num_steps)
+        return min(1.0, warmup, decay)
 
 
 class Trainer:

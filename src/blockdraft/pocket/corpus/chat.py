@@ -291,8 +291,8 @@ def invention(dice: Dice) -> Draft:
 
 
 KINDS = (
-    *(definition,) * 9, two_definitions, *(comparison,) * 3, *(fact,) * 3, *(ideas,) * 3, *(how_to,) * 3,
-    *(advice,) * 2, *(message,) * 2, *(story,) * 2, line, joke, invention, *(small_talk,) * 3, *(unknown,) * 3,
+    *(definition,) * 12, two_definitions, *(comparison,) * 3, *(fact,) * 6, *(ideas,) * 3, *(how_to,) * 3,
+    *(advice,) * 2, *(message,) * 2, *(story,) * 2, line, joke, invention, *(small_talk,) * 3, *(unknown,) * 4,
 )  # fmt: skip
 """How often each kind comes, by repetition."""
 
