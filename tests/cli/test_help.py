@@ -91,4 +91,4 @@ def test_no_line_of_help_is_cut_short_at_eighty_columns(monkeypatch, capsys):
         if hasattr(command, "commands"):
             app([*words, "--help"], standalone_mode=False)
             cut += [line for line in capsys.readouterr().out.splitlines() if line.endswith("...")]
-    assert [line.split()[0] for line in cut if "COMMAND" not in line] in ([], ["export", "export-target"])
+    assert [line for line in cut if "COMMAND" not in line] == []

@@ -213,6 +213,7 @@ def test_a_drafter_equal_to_its_target_keeps_every_block(tmp_path):
     assert cells(results, choice="one-hot")
 
 
+@pytest.mark.slow
 def test_a_random_drafter_keeps_almost_nothing(tmp_path):
     target = tiny_target(eos=None, dtype=torch.float32)
     results = evaluate(target, {"random": tiny_drafter("dflash", target)}, tmp_path)
@@ -222,6 +223,7 @@ def test_a_random_drafter_keeps_almost_nothing(tmp_path):
         assert each.whole_block_rate < 0.05
 
 
+@pytest.mark.slow
 def test_predicted_and_measured_lengths_agree(tmp_path):
     target = bigram_target(eos=EOS)
     protocol = Protocol(max_new_tokens=24, num_bootstrap=300, num_traces=0, draft_temperatures=(1.0, 1.5))
@@ -249,6 +251,7 @@ def test_predicted_and_measured_lengths_agree(tmp_path):
     assert averages["block", "one-hot"].predicted_length.value < 0.95 * block  # argmax drafts waste a good drafter
 
 
+@pytest.mark.slow
 def test_one_hot_drafts_are_decoded_under_both_sampled_rules(tmp_path):
     """Both sampled rules are measured with them, unless the protocol says no."""
     target = bigram_target(eos=EOS)
@@ -264,6 +267,7 @@ def test_one_hot_drafts_are_decoded_under_both_sampled_rules(tmp_path):
     assert not cells(without, choice="one-hot")
 
 
+@pytest.mark.slow
 def test_drafters_are_compared_on_the_same_prompts(tmp_path):
     target = bigram_target(eos=EOS)
     drafters = {"unsure": sharpened_drafter(target, 0.6), "flash": tiny_drafter("dflash", target)}
@@ -309,6 +313,7 @@ def test_the_profile_is_that_of_the_results(finished):
     assert entry.micro.acceptance_length == pytest.approx(added / rounds)
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_goes_on_to_the_same_tokens(tmp_path):
     target = tiny_target(dtype=torch.float32)
     drafters = {"a": tiny_drafter("dflash", target), "b": tiny_drafter("dflash", target, seed=2)}
@@ -438,6 +443,7 @@ def test_greedy_answers_are_the_same_with_and_without_a_drafter(finished):
         assert tokens[prompt, "a", "greedy", 0.0] == tokens[prompt, None, "greedy", 0.0]
 
 
+@pytest.mark.slow
 def test_traces_tell_the_verdict(tmp_path):
     target = bigram_target(eos=EOS)
     evaluate(target, {"sure": sharpened_drafter(target, 2.0)}, tmp_path)
@@ -492,6 +498,7 @@ def test_a_conversation_that_outgrows_the_target_ends_early():
     assert len(answers) == 1
 
 
+@pytest.mark.slow
 def test_every_turn_that_is_decoded_is_predicted(tmp_path):
     """Also the one after an answer that the budget cut, and none that has no room."""
     target = tiny_target(dtype=torch.float32, eos=None, max_position_embeddings=100)

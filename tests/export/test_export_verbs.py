@@ -151,11 +151,11 @@ def test_the_verifier_and_the_precision_are_written(folders, run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--format", "flat", "--out", "out", "--target", "target"], "say which CHECKPOINT"),
+        (["--format", "flat", "--out", "out", "--target", "target"], "say which DRAFTER"),
         (["checkpoint", "--format", "onnx", "--out", "out", "--target", "target"], "'onnx' is not one of flat"),
         (
             ["checkpoint", "--format", "flat", "--target", "target"],
-            "CHECKPOINT to write and where with --out",
+            "DRAFTER to write and where with --out",
         ),
         (["checkpoint", "--format", "flat", "--out", "out"], "does not say which target it is for"),
         (["checkpoint", "--format", "flat", "--out", "target", "--target", "target"], "is not empty"),
@@ -231,6 +231,7 @@ def test_targets_with_scaled_rotary_positions_are_still_read_as_they_were(tmp_pa
     assert torch.equal(again.model(tokens).logits, target.model(tokens).logits)
 
 
+@pytest.mark.slow
 def test_smollm2s_mask_token_stays_the_one_its_drafters_were_trained_with(tmp_path):
     """It comes from a GGUF file without a mask token; ours is a row of its embedding that chats never use."""
     smollm2 = load_target("smollm2")

@@ -35,6 +35,7 @@ def test_published_sizes():
     assert of("qwen3-4b-dflash-ce").cache_bytes / 1e8 == pytest.approx(30.7e3, rel=0.01)
 
 
+@pytest.mark.slow
 def test_smollm2_is_as_it_is_said_to_be():
     shape, target = target_shape("smollm2"), load_target("smollm2")
     assert shape.num_parameters == sum(p.numel() for p in target.model.parameters())

@@ -181,7 +181,8 @@ app.command("export-target", cls=Verb)(export_target)
 def blockdraft(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Train drafters for speculative decoding, and decode with them.
 
-    A drafter proposes a block of tokens, the target verifies them in one pass; the text is the target's own.
+    A drafter proposes a block of tokens, and the target verifies them in one pass; the text keeps the target's own
+    distribution.
     """
     if version:
         print(__version__)

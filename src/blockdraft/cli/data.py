@@ -17,9 +17,9 @@ from blockdraft.cli.options import (
     TopK,
     TopP,
     finite,
+    precision,
     print_json,
 )
-from blockdraft.cli.options import precision as precision
 
 if TYPE_CHECKING:
     from blockdraft.data.selection import Summary
@@ -68,7 +68,7 @@ def prompts(
 ) -> None:
     """Choose prompts to train on.
 
-    Each one is taken once and within limits; some can be held out for measurements.
+    Duplicates and prompts outside the limits are dropped; some prompts can be held out for measurements.
     """
     from blockdraft.data import write_prompts
     from blockdraft.data.selection import POCKET_SOURCE, Limits, draw, pocket_prompts, read_source, select
@@ -107,16 +107,12 @@ def regenerate(
     engine: Annotated[
         str | None,
         typer.Option(
-            help="Who computes the answers: local for this process, server for OpenAI-compatible servers.",
+            help="Where answers are computed: local is this process, server is one or more OpenAI-compatible servers.",
             show_default="server if --server is given, else local",
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Answer only the first so many prompts.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Stop each answer after so many tokens.")
-    ] = 2048,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Answer only the first N prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop each answer after N tokens.")] = 2048,
     max_length: Annotated[
         int | None,
         typer.Option(
@@ -207,7 +203,7 @@ def inspect(
     dtype: Dtype = None,
     samples: Annotated[int, typer.Option(metavar="N", min=0, help="How many texts to show.")] = 3,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Run the target over some texts to see if it wrote them.")
+        bool, typer.Option("--check/--no-check", help="Run the target over some texts to see whether it wrote them.")
     ] = True,
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="About how many answer tokens to check.")] = 20_000,
     seed: Seed = 0,

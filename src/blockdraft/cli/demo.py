@@ -42,7 +42,7 @@ def demo(
 ) -> None:
     """Run everything once, from data to a report.
 
-    The target answers prompts; a drafter is trained with CE on the answers and one with BV; both are evaluated.
+    The target answers prompts; two drafters are trained on the answers, with CE and with BV; both are evaluated.
     Stop it whenever you like: the same command resumes.
     """
     from blockdraft.demo import SIZES

@@ -81,7 +81,9 @@ def doctor(
         ),
     ] = None,
     texts: Annotated[int, typer.Option(metavar="N", min=2, help="How many texts to measure on.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="How many tokens of each text.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", min=2, help="How many tokens of each text to measure on.")
+    ] = 64,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure how the drafter drafts under other readings.")
     ] = True,

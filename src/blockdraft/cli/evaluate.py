@@ -44,7 +44,7 @@ def evaluate(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to answer: gsm8k math500 aime25 humaneval mbpp livecodebench mt-bench, benchmarks for all "
+            help="The tasks to answer: gsm8k math500 aime25 humaneval mbpp livecodebench mt-bench, benchmarks for all "
             "seven, pocket for its own three, or files of prompts, also of SPEED-Bench and Spec-Bench.",
             show_default="pocket",
         ),
@@ -58,7 +58,7 @@ def evaluate(
     num_prompts: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="How many prompts of each task to answer.", show_default="as many as the paper"
+            metavar="N", min=1, help="How many prompts of each task to answer.", show_default="as many as in the paper"
         ),
     ] = None,
     num_decoded: Annotated[
@@ -70,9 +70,7 @@ def evaluate(
             show_default="all",
         ),
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Stop each answer after so many tokens.")
-    ] = 256,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Stop each answer after N tokens.")] = 256,
     rules: Annotated[
         list[RuleName] | None, typer.Option(help="The verification rules to measure.", show_default="all three")
     ] = None,
@@ -107,7 +105,7 @@ def evaluate(
 ) -> None:
     """Measure drafters: accepted tokens, retention, speed-up.
 
-    The results are by task and verification rule, with intervals, in one file for blockdraft report.
+    Results are given by task and verification rule, with intervals, in one file that blockdraft report reads.
     Stop it whenever you like: the same command resumes. Under torchrun the processes divide the prompts.
     """
     from blockdraft.cli.progress import Stages

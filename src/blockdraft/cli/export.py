@@ -8,22 +8,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli.data import precision
+from blockdraft.cli.options import precision
 
 if TYPE_CHECKING:
     from blockdraft.export import EngineNote
     from blockdraft.targets import Target
 
 Dtype = Annotated[
-    str | None, typer.Option(help="Write the weights as float32, bfloat16 or float16; as they are stored if not given.")
+    str | None,
+    typer.Option(
+        help="The precision to write the weights in: float32, bfloat16 or float16.", show_default="as they are stored"
+    ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace an export that is there.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an export that exists.")]
 
 
 def export(
     checkpoint: Annotated[
         str | None,
-        typer.Argument(help="The drafter: a shipped name, its folder, a run's folder, or a Hugging Face id."),
+        typer.Argument(
+            metavar="DRAFTER", help="The drafter: a shipped name, its folder, a run's folder, or a Hugging Face id."
+        ),
     ] = None,
     flavour: Annotated[
         str | None,
@@ -35,22 +40,26 @@ def export(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The new folder to write.")] = None,
     check: Annotated[
-        Path | None, typer.Option(help="Write nothing; check this export, against CHECKPOINT if it is given.")
+        Path | None, typer.Option(help="Write nothing; check this export, against DRAFTER if it is given.")
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="The drafter's target: pocket, smollm2, a Hugging Face id or a folder; else the run's."),
+        typer.Option(
+            help="The drafter's target: pocket, smollm2, a Hugging Face id or a folder.",
+            show_default="the one of the run that the drafter lies in",
+        ),
     ] = None,
     verifier: Annotated[
-        str | None, typer.Option(help="The name or path under which the engine finds the target; else --target.")
+        str | None,
+        typer.Option(help="The name or path under which the engine finds the target.", show_default="that of --target"),
     ] = None,
     dtype: Dtype = None,
     force: Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written and all notes as JSON.")] = False,
 ) -> None:
-    """Write a drafter in a format that serving engines read, or check one that was written.
+    """Write a drafter for serving engines, or check an export.
 
-    Afterwards it says what each engine does with the drafter, and the command that serves it.
+    Afterwards it says what each engine does with the drafter, and which command serves it.
     """
     if check is not None:
         if flavour is not None or out is not None:
@@ -64,7 +73,7 @@ def export(
     from blockdraft.export.card import STATE_SAMPLING
 
     if checkpoint is None or out is None:
-        raise typer.BadParameter("say which CHECKPOINT to write and where with --out, or check an export with --check")
+        raise typer.BadParameter("say which DRAFTER to write and where with --out, or check an export with --check")
     if flavour is not None and flavour not in FORMATS:
         raise typer.BadParameter(f"{flavour!r} is not one of {', '.join(FORMATS)}", param_hint="--format")
     chosen, folder = precision(dtype), find_drafter(checkpoint)
@@ -94,12 +103,17 @@ def export(
 
 
 def export_target(
-    target: Annotated[str, typer.Argument(help="The target: pocket, smollm2, a Hugging Face id or a folder.")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="The target: pocket, smollm2, a Hugging Face id or a folder.")
+    ],
     out: Annotated[Path, typer.Option(help="The new folder to write.")],
     dtype: Dtype = None,
     force: Force = False,
 ) -> None:
-    """Write a target as an ordinary Hugging Face folder, which any engine can load."""
+    """Write a target as an ordinary Hugging Face folder.
+
+    Any engine can load it.
+    """
     from blockdraft.export import export_target as write
     from blockdraft.targets import load_target
 

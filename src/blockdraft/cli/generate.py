@@ -81,7 +81,7 @@ def generate(
         ),
     ] = None,
     num_proposals: NumProposals = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop after so many tokens.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop after N tokens.")] = 256,
     seed: Seed = 0,
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer twice, with token and with block verification.")

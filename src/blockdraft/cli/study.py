@@ -13,25 +13,52 @@ if TYPE_CHECKING:
 
 def study(
     recipe: Annotated[
-        str, typer.Argument(metavar="STUDY", help="A shipped study (paper, pocket, ...) or a YAML file.")
+        str,
+        typer.Argument(metavar="STUDY", help="The name of a shipped study, such as paper or pocket, or a YAML file."),
     ],
     assignments: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Fields to set, such as seeds=[1,2].")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Fields of the study to change, such as seeds=[1,2]."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The study's folder; studies/STUDY if not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The study's folder.", show_default="studies/STUDY")] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Cells that train at the same time; one for each core if not given.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="How many cells train at once.", show_default="one for each core"),
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show cells, cost and commands, and run nothing.")] = False,
-    devices: Annotated[int | None, typer.Option(min=1, help="The devices of a cell that the plan assumes.")] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="How many devices train each cell, for the plan.", show_default="the study's"
+        ),
+    ] = None,
     tflops: Annotated[
-        float | None, typer.Option(min=0.001, help="The peak rate of a device in TFLOP/s that the plan assumes.")
+        float | None,
+        typer.Option(
+            metavar="X",
+            min=0.001,
+            help="The peak rate of a device in TFLOP/s, for the plan's hours.",
+            show_default="the study's",
+        ),
     ] = None,
     efficiency: Annotated[
-        float | None, typer.Option(min=0.001, max=1.0, help="The share of the peak rate that the plan assumes.")
+        float | None,
+        typer.Option(
+            metavar="X",
+            min=0.001,
+            max=1.0,
+            help="The share of the peak rate to assume in the plan.",
+            show_default="the study's",
+        ),
     ] = None,
     tokens_per_text: Annotated[
-        float | None, typer.Option(min=1, help="The mean length of a text that the plan assumes if there is no data.")
+        float | None,
+        typer.Option(
+            metavar="X",
+            min=1,
+            help="The mean length of a text in tokens, prompt included, to assume in the plan.",
+            show_default="the study's",
+        ),
     ] = None,
 ) -> None:
     """Run a whole experiment, over objectives and seeds.

@@ -119,13 +119,13 @@ def train(
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check everything, take two steps, write and read a checkpoint, and leave."),
+        typer.Option("--dry-run", help="Check everything, take two steps, write and read a checkpoint, and exit."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a drafter by a recipe.
+    """Train a drafter from a recipe.
 
-    Stop it whenever you like: the same command resumes. The device is the recipe's (runtime.device=cuda:1).
+    Stop it whenever you like: the same command resumes. The recipe names the device (runtime.device=cuda:1).
     For several processes: torchrun --nproc-per-node N -m blockdraft train ...
     """
     from blockdraft.cli.progress import Stages
