@@ -129,7 +129,7 @@ class DecodedPrompts:
         found = [
             generate(
                 self.target, drafter, prompt, temperature=self.temperature, max_new_tokens=DECODED_TOKENS,
-                seed=self.seed + number,
+                seed=self.seed + number, cuda_graphs=False,  # training needs the memory, and new weights new graphs
             )
             for number, prompt in enumerate(self.prompts)
         ]  # fmt: skip
