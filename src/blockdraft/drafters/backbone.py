@@ -39,15 +39,17 @@ class Rotary:
 class RMSNorm(nn.RMSNorm):
     """Normalise by the root mean square, in the precision of the input.
 
-    CUDA's autocast would return float32, and with it a residual stream of twice the size; its kernel sums in float32
-    whatever it returns.
+    Weights stay in float32 under autocast. CUDA's would then return float32, and with it a residual stream of twice
+    the size, though its kernel sums in float32 whatever it returns; a CPU's has no kernel for two dtypes at once.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (x.is_cuda and torch.is_autocast_enabled("cuda") and self.weight is not None):
+        weight = self.weight
+        autocast_widens = x.is_cuda and torch.is_autocast_enabled("cuda")
+        if weight is None or (weight.dtype == x.dtype and not autocast_widens):
             return super().forward(x)
-        with torch.autocast("cuda", enabled=False):
-            return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
