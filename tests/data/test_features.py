@@ -1,6 +1,8 @@
 """Cached features are the online ones; a cache of something else, too large or damaged is refused."""
 
 import json
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,6 +60,52 @@ def test_a_cache_gives_what_the_target_gives(tmp_path, paths, dtype):
             torch.testing.assert_close(ours.hidden[at], theirs.hidden[at], **near)
             torch.testing.assert_close(ours.features[at], theirs.features[at], **near)
         assert ours.hidden.dtype == dtype
+
+
+def test_texts_are_read_by_threads_into_memory_that_a_gpu_can_fetch(tmp_path, paths, monkeypatch):
+    """For a GPU every tensor is asked for pinned; the numbers are those of a plain read, whoever reads them."""
+    target = tiny_target()
+    options = {"normalizer_temperature": 1.0}
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8, **options)
+    cached = CachedFeatures(tmp_path, target, paths, LAYERS, **options)
+    plan = BatchSampler(paths, num_texts=11, num_anchors=15, num_proposals=3, seed=0)
+    batch = collate(partition(plan.step(0, 0), 1, paths)[0], paths, 3)
+    plain = cached.load(batch)
+    readers, asked, zeros, held = set(), [], torch.zeros, CachedFeatures._held
+    meeting = threading.Barrier(2)  # two of them read at the same time, or this never ends
+
+    def watched(self, maps, text, length):
+        if text in batch.texts[:2] and maps is self._features:
+            meeting.wait(timeout=60)
+        readers.add(threading.current_thread().name)
+        return held(self, maps, text, length)
+
+    def pinned(*shape, pin_memory=False, **others):
+        asked.append(pin_memory)
+        return zeros(*shape, **others)
+
+    monkeypatch.setattr(CachedFeatures, "_held", watched)
+    monkeypatch.setattr(torch, "zeros", pinned)
+    cached.device = torch.device("cuda")
+    again = cached.load(batch)
+    assert asked == [True, True]
+    assert len(readers) > 1
+    assert all(name.startswith("features") for name in readers)
+    for ours, theirs in zip(again.loaded, plain.loaded, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_every_tensor_of_a_batch_is_pinned(paths, monkeypatch):
+    plan = BatchSampler(paths, num_texts=5, num_anchors=15, num_proposals=3, seed=0)
+    batch = collate(partition(plan.step(0, 0), 1, paths)[0], paths, 3)
+    batch = replace(batch, loaded=(torch.ones(2), torch.ones(3)))
+    tensors = []
+    batch._each(lambda x: tensors.append(x) or x)
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    assert batch.pinned() is not batch
+    assert list(map(id, pinned)) == list(map(id, tensors))
+    assert {id(x) for x in (batch.tokens, batch.positions, batch.valid, *batch.loaded)} <= set(map(id, pinned))
 
 
 def test_an_interrupted_build_goes_on(tmp_path, paths):

@@ -101,12 +101,14 @@ class Oracle:
         self.config, self.path, self.wrong_at = drafter.config, path, wrong_at
         self.new_cache, self.extend = drafter.new_cache, drafter.extend
 
-    def propose(self, cache, anchor, *_):
-        tokens = (self.path[cache.length + 1 :] + [5] * 4)[:4]
+    def predict(self, cache, anchor, *_):
         assert anchor == self.path[cache.length]
+        return torch.tensor(self.path[cache.length + 1 :] + [5] * 4)[None, :4]
+
+    def draft(self, hidden, *_):
+        tokens = hidden.clone()
         if self.wrong_at is not None:
-            tokens[self.wrong_at] = (tokens[self.wrong_at] + 1) % 40
-        tokens = torch.tensor([tokens])
+            tokens[0, self.wrong_at] = (tokens[0, self.wrong_at] + 1) % 40
         return Proposal(tokens, torch.nn.functional.one_hot(tokens, 40).float())
 
 
@@ -339,9 +341,9 @@ def test_a_text_fits_into_the_context_exactly_or_is_refused(kind):
     assert room(target, drafter, len(PROMPT)) == 64 - len(PROMPT) - block
     reach = []
     forward = target.forward
-    target.forward = lambda ids, cache, layers: (
+    target.forward = lambda ids, cache, layers, **options: (
         reach.append(cache.length + ids.shape[1]),
-        forward(ids, cache, layers),
+        forward(ids, cache, layers, **options),
     )[1]
     for num_prompt in (len(PROMPT), 64 - block - 1):
         prompt = (PROMPT * 13)[:num_prompt]

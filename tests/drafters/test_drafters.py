@@ -1,6 +1,5 @@
 """The training forward, three ways and from scratch; who sees what; drafting with a cache."""
 
-import functools
 import itertools
 
 import pytest
@@ -255,12 +254,11 @@ def test_a_shorter_block_is_that_of_a_drafter_with_fewer_slots(kind, num_proposa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shorter_blocks_decode_the_targets_own_text(kind, monkeypatch):
+def test_shorter_blocks_decode_the_targets_own_text(kind):
     target = tiny_target()
     drafter = tiny_drafter(kind, target)
     alone = generate(target, None, [7, 8, 9], rule="greedy", max_new_tokens=24)
-    monkeypatch.setattr(drafter, "propose", functools.partial(drafter.propose, num_proposals=2))
-    out = generate(target, drafter, [7, 8, 9], rule="greedy", max_new_tokens=24)
+    out = generate(target, drafter, [7, 8, 9], rule="greedy", num_proposals=2, max_new_tokens=24)
     assert out.tokens == alone.tokens
     assert max(len(each.drafted) for each in out.rounds) == 2
 

@@ -1,8 +1,10 @@
-"""Counts training steps of full-size recipes on a fake CUDA device, op by op; prints JSON.
+"""Counts training steps and decoding rounds of full-size recipes on a fake CUDA device, op by op; prints JSON.
 
     python tests/gpu/counting.py qwen3-4b-dflash-bv qwen3-4b-dspark-bv
+    python tests/gpu/counting.py --decoding qwen3-4b-dflash-bv
 
-Each recipe takes one step of one device's share of the paper's batch: 2,048 blocks in 4 texts of 1,000 tokens.
+Each recipe takes one step of one device's share of the paper's batch: 2,048 blocks in 4 texts of 1,000 tokens; or a
+round of its drafter, and one without it, behind a prompt of 100 tokens, plain and as a CUDA graph would hold it.
 """
 
 import argparse
@@ -24,11 +26,15 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from blockdraft.data import Batch, Completion, Features, TextDataset
+from blockdraft.decoding import rounds as decoding_rounds
+from blockdraft.decoding.rounds import Plan, Rounds
 from blockdraft.distributed import Distributed
+from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.drafters import attention as drafter_attention
+from blockdraft.drafters import drafter as drafter_module
 from blockdraft.losses import kernel_choice, objective, objective_names
 from blockdraft.recipes import Recipe, load_recipe
-from blockdraft.targets import Span, Target, TargetOutput, target_shape
+from blockdraft.targets import Sampling, Span, Target, TargetOutput, decoder, layers, target_shape
 from blockdraft.targets import attention as target_attention
 from blockdraft.targets import target as target_module
 from blockdraft.training import trainer
@@ -36,6 +42,8 @@ from blockdraft.training import trainer
 from fake_device import NoFakeDeviceError, Tally, pretend
 
 TEXTS, TOKENS, PROMPT, BLOCKS = 4, 1000, 100, 2048
+END = 151_645
+"""Qwen3's end of a turn."""
 
 
 class _Attended(torch.autograd.Function):
@@ -75,6 +83,25 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     assert query.dtype == key.dtype == value.dtype
     assert options["is_causal"]
     return torch.empty_like(query).zero_()
+
+
+def _sdpa_in_decoding(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
+) -> Tensor:
+    """Stands in for attention behind a cache; a mask has the queries' precision, and the sizes that kernels want."""
+    assert query.dtype == key.dtype == value.dtype
+    assert query.device == key.device == value.device
+    assert is_causal or query.shape[1] == key.shape[1]  # keys are not repeated
+    if attn_mask is not None:
+        assert attn_mask.dtype == query.dtype
+        assert attn_mask.shape == (query.shape[2], key.shape[2])
+    return torch.empty_like(query).zero_()
+
+
+def _norm_in_decoding(x: Tensor, _shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    assert eps is not None
+    assert weight is None or weight.dtype == x.dtype
+    return torch.empty_like(x).zero_()
 
 
 class _Normed(torch.autograd.Function):
@@ -124,6 +151,14 @@ def set_up() -> None:
     drafter_attention._flex = lambda _compiled: _flex
     drafter_attention._make_mask = lambda _compiled: _block_mask
     target_attention.scaled_dot_product_attention = _sdpa
+    layers.scaled_dot_product_attention = _sdpa_in_decoding
+    layers.rms_norm = _norm_in_decoding
+    decoder.passes_check = lambda *_, **__: True
+    decoder._is_supported = lambda model: model.config.model_type in decoder.FAMILIES
+    target_module.weights_key = drafter_module.weights_key = lambda _module: 0
+    torch.tensor = _tensor
+    decoding_rounds.Generator = lambda _device=None: torch.Generator()  # there is none of the fake device
+    decoding_rounds.Streams.seed = lambda *_: None
     trainer.Trainer.save = lambda *_: None
     nn.functional.rms_norm = _rms_norm
     nn.Module._apply = _apply  # type: ignore[method-assign]
@@ -132,6 +167,15 @@ def set_up() -> None:
     target_module.weights_fingerprint = lambda _module: "0" * 16
     FakeTensor.tolist = lambda self: (self.flatten()[0].item(), [False] * self.numel())[1]
     Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
+def _tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
+    """Stands in for `torch.tensor`, which would ask the device for memory."""
+    made = _make_tensor(data, **options)
+    return made if device is None else made.to(device)
+
+
+_make_tensor = torch.tensor
 
 
 def make_target(name: str) -> Target:
@@ -249,6 +293,52 @@ def count_objectives(name: str) -> dict[str, Any]:
     return found
 
 
+def count_decoding(name: str) -> dict[str, Any]:
+    """Count a round with this recipe's drafter and one without, plain and with static shapes."""
+    recipe, found = load_recipe(name), {}
+    with FakeTensorMode(), Tally() as tally, torch.no_grad():
+        target = make_target(name)
+        target.eos_ids = frozenset([END])
+        config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.config_options())
+        with torch.device("cuda"):
+            drafter = build_drafter(config).to(target.dtype).eval()
+        for who in (drafter, None):
+            for static in (False, True):
+                rounds = Rounds(target, who, Plan("block", Sampling(), 1.0), 512, static=static)
+                rounds.start(list(range(PROMPT)), 0)
+                key = f"{'autoregressive' if who is None else config.kind}, {'static' if static else 'plain'}"
+                found[key] = _count_round(rounds, tally)
+    return found
+
+
+def _count_round(rounds: Rounds, tally: Tally) -> dict[str, Any]:
+    """Count the second round, phase by phase; the first makes what is made once."""
+    by_phase: dict[str, int] = {}
+    waiting: dict[str, int] = {}
+    for _ in range(2):
+        tally.restart()
+        for name in rounds.phases:
+            before = tally.launches.total(), tally.waits.total()
+            rounds.run(name)
+            by_phase[name], waiting[name] = tally.launches.total() - before[0], tally.waits.total() - before[1]
+            if name == "decide":
+                rounds.read()
+    block = rounds.proposal.tokens.shape[1]
+    vocab_size = rounds.target.vocab_size
+    assert rounds.logits.shape == rounds.target_probs.shape == (1, 1 + block, vocab_size)
+    assert rounds.logits.dtype == torch.bfloat16
+    assert rounds.target_probs.dtype == rounds.proposal.probs.dtype == torch.float32
+    assert rounds.decision.shape == (block + 3,)
+    assert {x.device.type for x in (rounds.logits, rounds.decision, rounds.anchor, rounds.proposal.probs)} == {"cuda"}
+    assert tally.product_dtypes == {torch.bfloat16}, tally.product_dtypes
+    return {
+        "launches": tally.launches.total(), "by_phase": by_phase, "waits": tally.waits.total(),
+        "waits_in_phases": sum(waiting.values()), "copies": tally.copies.total(),
+        "waits_by_line": dict(tally.waits.most_common()), "copies_by_line": dict(tally.copies.most_common()),
+        "most": dict(tally.launches.most_common(12)),
+    }  # fmt: skip
+
+
 def main() -> None:
     """Count the recipes of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -256,6 +346,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--logged", action="store_true", help="count a step that is logged")
     parser.add_argument("--objectives", action="store_true", help="take a step of every objective instead")
+    parser.add_argument("--decoding", action="store_true", help="count rounds of decoding instead")
     parser.add_argument("--skip-target", action="store_true", help="leave the pass of the target out")
     options = parser.parse_args()
     try:
@@ -266,6 +357,8 @@ def main() -> None:
     for name in options.recipes:
         if options.objectives:
             found = count_objectives(name)
+        elif options.decoding:
+            found = count_decoding(name)
         else:
             found = count_step(name, *options.set, logged=options.logged, run_target=not options.skip_target)
         json.dump({"recipe": name, "found": found}, sys.stdout)

@@ -80,6 +80,8 @@ NO_LAUNCH = {
     "_local_scalar_dense", "resize_", "_unsafe_view",
 }  # fmt: skip
 
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+
 WAITS = {
     "nonzero",
     "unique_consecutive",
@@ -99,6 +101,7 @@ class Tally(TorchDispatchMode):
     launches: kernels, by name.
     waits: how often the host would wait for the device, by the line that asks.
     copies: from the host to the device, by the line; ``blocking`` are those that the host waits for.
+    product_dtypes: of the factors of matrix products.
     by_shape: bytes read and written, by the last two sizes of the tensors.
     live, peak: bytes on the device now and at most.
     """
@@ -110,6 +113,7 @@ class Tally(TorchDispatchMode):
         self.copies: Counter[str] = Counter()
         self.blocking: Counter[str] = Counter()
         self.by_shape: Counter[tuple[int, int]] = Counter()
+        self.product_dtypes: set[torch.dtype] = set()
         self.live = self.peak = 0
         self._storages: dict[int, Any] = {}
         self._there_before: set[int] = set()
@@ -143,6 +147,8 @@ class Tally(TorchDispatchMode):
         if makes_a_view or func.namespace == "prim" or name in NO_LAUNCH:
             return result
         self.launches[name] += 1
+        if name in PRODUCTS:
+            self.product_dtypes |= {x.dtype for x in tensors}
         if func is torch.ops.aten.gather.default:  # of one logit per row
             return result
         read = []
@@ -163,6 +169,7 @@ class Tally(TorchDispatchMode):
         """Count anew from here; what is alive stays alive."""
         for counter in (self.launches, self.waits, self.copies, self.blocking, self.by_shape):
             counter.clear()
+        self.product_dtypes = set()
         self.peak = self.live
         self._there_before = set(self._storages)  # weights, which are no logits even where they have as many columns
 

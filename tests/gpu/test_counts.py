@@ -1,4 +1,4 @@
-"""What a training step would do to a GPU, counted at full size against budgets that may only shrink.
+"""What a training step and a decoding round do to a GPU, counted at full size against budgets that may only shrink.
 
 The counting runs in a process of its own (`counting.py`); here are the numbers that it must not exceed.
 """
@@ -60,3 +60,21 @@ def test_the_estimate_is_within_a_tenth_of_the_counted_peak():
     for name, found in count("--skip-target", *names).items():
         said = estimate(load_recipe(name, fields), num_devices=1, num_texts=100, tokens_per_text=1000.0)
         assert said.device_bytes / 2**30 == pytest.approx(found["peak_gib"], rel=0.1), name
+
+
+ROUND_LAUNCHES = {"dflash": 1_074, "dspark": 1_417, "autoregressive": 798}
+"""Kernels of a round with static shapes, which CUDA graphs hold; Qwen3-4B and 8B have as many layers."""
+
+
+@pytest.mark.slow
+def test_a_round_of_decoding_reads_once_and_copies_nothing():
+    """Full-size targets in bfloat16, both drafters and none: no phase waits, so that each can be a CUDA graph."""
+    for name, found in count("--decoding", "qwen3-4b-dflash-bv", "qwen3-8b-dspark-bv").items():
+        drafter = name.split("-")[2]
+        kinds = [f"{kind}, {path}" for kind in (drafter, "autoregressive") for path in ("plain", "static")]
+        assert list(found) == kinds
+        for key, each in found.items():
+            assert each["waits"] == 1, (name, key, each["waits_by_line"])
+            assert each["waits_in_phases"] == 0, (name, key)
+            assert each["copies"] == 0, (name, key, each["copies_by_line"])
+            assert each["launches"] <= ROUND_LAUNCHES[key.split(",")[0]], (name, key)

@@ -120,14 +120,41 @@ def test_two_nccl_processes_are_one(tmp_path):
         assert FOUND[f"two processes, {parallel}"] < 5e-2
 
 
-def test_greedy_text_is_the_same_with_and_without_a_drafter():
-    target = tiny_target(dtype=torch.float32)
+def on_gpu(kind, dtype=torch.float32, **changes):
+    target = tiny_target(dtype=dtype)
     target.model.to("cuda")
-    drafter = tiny_drafter("dflash", target).to("cuda")
-    prompt = [5, 6, 7]
-    with_drafter = generate(target, drafter, prompt, temperature=0.0, max_new_tokens=40, seed=0)
-    without = generate(target, None, prompt, temperature=0.0, max_new_tokens=40, seed=0)
-    assert with_drafter.tokens == without.tokens
+    return target, None if kind is None else tiny_drafter(kind, target, **changes).to("cuda")
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_greedy_text_is_the_same_with_and_without_a_drafter(kind, cuda_graphs):
+    target, drafter = on_gpu(kind)
+    options = {"rule": "greedy", "max_new_tokens": 40, "cuda_graphs": cuda_graphs}
+    texts = [generate(target, each, [5, 6, 7], **options).tokens for each in (drafter, None)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("rule", ["greedy", "token", "block"])
+@pytest.mark.parametrize("kind", [None, "dflash", "dspark"])
+def test_cuda_graphs_decode_as_plain_rounds_do(kind, rule):
+    """Round by round in `compare_rounds`, which an error in the graphs makes fail here; then whole texts, by time."""
+    target, drafter = on_gpu(kind)
+    seconds = {}
+    for cuda_graphs in (True, False, True, False):
+        out = generate(target, drafter, [5, 6, 7], rule=rule, max_new_tokens=60, seed=1, cuda_graphs=cuda_graphs)
+        seconds[cuda_graphs] = sum(sum(each.seconds.values()) for each in out.rounds) / max(1, len(out.rounds))
+        FOUND[f"tokens, {kind}, {rule}, graphs {cuda_graphs}"] = out.tokens
+    FOUND[f"seconds a round, {kind}, {rule}"] = {"graphs": seconds[True], "plain": seconds[False]}
+    assert FOUND[f"tokens, {kind}, {rule}, graphs True"] == FOUND[f"tokens, {kind}, {rule}, graphs False"]
+
+
+@pytest.mark.parametrize("kind", [None, "dflash", "dspark"])
+def test_cuda_graphs_in_bfloat16_pass_their_check(kind):
+    target, drafter = on_gpu(kind, torch.bfloat16)
+    for prompt in ([5, 6, 7], [5] * 300):
+        out = generate(target, drafter, prompt, max_new_tokens=40, cuda_graphs=True)
+        assert out.tokens
 
 
 def test_twenty_steps_beside_the_estimate(tmp_path):

@@ -10,7 +10,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from blockdraft.selfcheck import SelfCheckWarning
 from blockdraft.targets import Target, decoder
 from blockdraft.targets.decoder import Decoder, decoder_of
-from blockdraft.targets.layers import MASKED_ROWS, PACKED_SIZE, Product, can_pack
+from blockdraft.targets.layers import PACKED_SIZE, Product, can_pack
+from blockdraft.targets.positions import MASKED_ROWS
 
 from tiny import FAMILIES, tiny_model, tiny_target
 

@@ -119,6 +119,23 @@ def test_cached_features_and_checkpointed_activations_share_the_trajectory(tmp_p
     close(weights(again), weights(online), rtol=0, atol=0)
 
 
+def test_bfloat16_training_stays_near_float32(tmp_path, data):
+    """As autocast does it on a GPU, with weights in float32; the log says how fast it went."""
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        made = train(data, tmp_path / precision, f"runtime.precision={precision}", "runtime.peak_tflops=2")
+        assert {weight.dtype for weight in made.drafter.parameters()} == {torch.float32}
+        steps = [line for line in lines(tmp_path / precision) if line["step"]]
+        losses[precision] = [line["loss"] for line in steps]
+        for line in steps:
+            assert line["blocks_per_second"] == pytest.approx(line["num_blocks"] * line["steps_per_second"], rel=0.01)
+            assert line["flop_utilization"] == pytest.approx(made.flops * line["steps_per_second"] / 2e12, rel=0.01)
+            assert 0 <= line["waiting_for_data"] < 1
+            assert line["peak_memory_gib"] > 0.05
+    assert losses["bfloat16"] != losses["float32"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.05)
+
+
 @pytest.mark.parametrize("stop", [1, 4, 7])
 @pytest.mark.parametrize("options", [[], ["batch.anchors=rounds", "optimizer.name=muon"], ["batch.anchors=mixed"]])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, data, stop, options):

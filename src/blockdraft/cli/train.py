@@ -12,6 +12,7 @@ from blockdraft.cli.options import AsJson, Assignments, RecipeName, precision, p
 if TYPE_CHECKING:
     from blockdraft.training import ResourceEstimate
 
+H100_TFLOPS = 989.0
 RECIPES = Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Names of shipped recipes, or YAML files.")]
 
 
@@ -70,9 +71,13 @@ def estimate(
     assignments: Assignments = None,
     devices: Annotated[int, typer.Option(metavar="N", min=1, help="How many devices train together.")] = 1,
     tflops: Annotated[
-        float,
-        typer.Option(metavar="X", min=0.001, help="The peak rate of a device in TFLOP/s; that of an H100 by default."),
-    ] = 989.0,
+        float | None,
+        typer.Option(
+            metavar="X",
+            min=0.001,
+            help="The peak rate of a device in TFLOP/s; by default runtime.peak_tflops, or else 989, that of an H100.",
+        ),
+    ] = None,
     efficiency: Annotated[
         float, typer.Option(metavar="X", min=0.001, max=1.0, help="The share of the peak rate to assume.")
     ] = 0.4,
@@ -99,6 +104,7 @@ def estimate(
     if loaded.data.path is not None:
         texts, tokens_per_text = read_manifest(loaded.data.path).totals.texts_and_length
     found = compute(loaded, num_devices=devices, num_texts=texts, tokens_per_text=tokens_per_text)
+    tflops = tflops or loaded.runtime.peak_tflops or H100_TFLOPS
     if as_json:
         hours = found.hours(tflops, efficiency)
         print_json(asdict(found) | {"device_bytes": found.device_bytes, "hours": hours})

@@ -1,8 +1,4 @@
-"""Speculative decoding: prefill, then rounds of propose, verify, commit.
-
-``drafter=None`` runs the same loop with empty blocks, which is autoregressive decoding. A round reads from the device
-once, when all of it is decided: the block, where it ends, how much of it was kept and the token that follows.
-"""
+"""Speculative decoding: prefill, then rounds of propose, verify, commit."""
 
 import time
 from collections.abc import Callable
@@ -10,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from blockdraft.decoding.graphs import rounds_for
 from blockdraft.decoding.request import (
-    DecodingError,
     PromptLike,
     check_num_proposals,
     check_room,
@@ -23,9 +19,10 @@ from blockdraft.decoding.request import (
     prompt_ids,
     sampling_for,
 )
+from blockdraft.decoding.rounds import Plan, Rounds
 from blockdraft.drafters import Drafter, Proposal, load_drafter
-from blockdraft.targets import Sampling, Target, as_target
-from blockdraft.verification import Rule, Verdict, verify
+from blockdraft.targets import Target, as_target
+from blockdraft.verification import Rule, Verdict
 
 OnVerdict = Callable[[Proposal, Tensor, Verdict], None]
 
@@ -98,6 +95,7 @@ def generate(
     num_proposals: int | None = None,
     max_new_tokens: int = 256,
     seed: int = 0,
+    cuda_graphs: bool | None = None,
     on_round: Callable[[Round], None] | None = None,
     on_verdict: OnVerdict | None = None,
 ) -> Generation:
@@ -122,6 +120,9 @@ def generate(
         max_new_tokens: how many tokens the text may have; the last block is cut to it. Prompt, new tokens and one
             drafted block must fit into the target's ``max_position_embeddings``.
         seed: of all random streams; the same seed gives the same text.
+        cuda_graphs: on a CUDA device, replay rounds that were recorded once instead of launching every kernel from
+            Python. By default they are, if they first decode as plain rounds do, unless the environment variable
+            ``BLOCKDRAFT_CUDA_GRAPHS`` is 0; True makes graphs that cannot be used an error.
         on_round: called with each round's record, and first with one for the prefill token.
         on_verdict: called in each round with the proposal, p ``[1, B + 1, V]`` and the verdict.
 
@@ -139,164 +140,86 @@ def generate(
     ids = prompt_ids(target, prompt, raw=raw)
     check_room(target, drafter, len(ids), max_new_tokens)
     check_num_proposals(drafter, num_proposals)
-    state = _State(
-        target, drafter, ids, rule, sampling, draft_temperature, num_proposals, max_new_tokens, seed, on_verdict
-    )
+    plan = Plan(rule, sampling, draft_temperature, num_proposals)
+    capacity = len(ids) + max_new_tokens + 1 + (drafter.config.num_proposals if drafter is not None else 0)
+    rounds = rounds_for(target, drafter, plan, capacity, cuda_graphs)
+    text = _Text(rounds, ids, max_new_tokens, on_round, on_verdict)
     with torch.inference_mode():
-        state.prefill(on_round)
-        while not state.finished:
-            state.round(on_round)
-    out = state.out
+        text.start(seed)
+        while not text.finished:
+            text.continue_()
+    out = text.out
     out.tokens = out.tokens[:max_new_tokens]
     out.text = target.decode(out.tokens) if target.tokenizer is not None else None
     return out
 
 
-@dataclass(frozen=True)
-class Streams:
-    """Holds three random streams of one seed: for drafting, for the verifier's coins, for recovery tokens."""
-
-    draft: Generator
-    coins: Generator
-    recovery: Generator
-
-    @classmethod
-    def from_seed(cls, seed: int, device: torch.device) -> "Streams":
-        """Derive the three streams from one seed."""
-        root = Generator().manual_seed(seed)
-        seeds = torch.randint(2**62, (3,), generator=root).tolist()
-        return cls(*(Generator(device).manual_seed(s) for s in seeds))
-
-
-class _State:
-    """The loop's variables. ``anchor`` ``[1]`` is the last committed token; the caches hold everything before it."""
+class _Text:
+    """A text that is being decoded, and what is told about it."""
 
     def __init__(
         self,
-        target: Target,
-        drafter: Drafter | None,
+        rounds: Rounds,
         ids: list[int],
-        rule: Rule,
-        sampling: Sampling,
-        draft_temperature: float,
-        num_proposals: int | None,
         max_new_tokens: int,
-        seed: int,
-        on_verdict: OnVerdict | None = None,
+        on_round: Callable[[Round], None] | None,
+        on_verdict: OnVerdict | None,
     ) -> None:
-        self.on_verdict = on_verdict
-        self.target, self.drafter, self.rule, self.sampling = target, drafter, rule, sampling
-        self.draft_temperature, self.max_new_tokens = draft_temperature, max_new_tokens
-        self.layers = drafter.config.target_layers if drafter is not None else ()
-        self.options = {} if num_proposals is None else {"num_proposals": num_proposals}
-        capacity = len(ids) + max_new_tokens + 1 + (drafter.config.num_proposals if drafter is not None else 0)
-        self.cache = target.new_cache(capacity)
-        self.draft_cache = drafter.new_cache(capacity) if drafter is not None else None
-        self.streams = Streams.from_seed(seed, target.device)
+        self.rounds, self.max_new_tokens, self.on_round, self.on_verdict = rounds, max_new_tokens, on_round, on_verdict
+        self.device, self.ends = rounds.target.device, rounds.target.eos_ids
         self.out = Generation(ids)
-        self.ends = torch.tensor(sorted(target.eos_ids), device=target.device)
-        self.anchor = torch.empty(0, dtype=torch.long, device=target.device)  # [1] once there is one
         self.finished = False
 
-    def prefill(self, on_round: Callable[[Round], None] | None) -> None:
-        """Read the prompt and draw the first token from the target alone."""
+    def start(self, seed: int) -> None:
+        """Read the prompt and draw the first token."""
         start = clock()
-        tokens = torch.tensor([self.out.prompt], device=self.target.device)
-        output = self.target.forward(tokens, self.cache, self.layers)
-        self._extend(output.features, len(self.out.prompt))
-        logits = self.target.logits(output.hidden[:, -1:])
-        if logits.isnan().any():
-            raise DecodingError(
-                f"{self.target.name} computes NaN: its weights are damaged, or overflow in {self.target.dtype}; "
-                "load it again, in float32 if it was not"
-            )
-        verdict = self._verify(self.sampling.probs(logits), self._nothing(), None)
-        self.anchor = verdict.next_token
-        token = int(verdict.next_token)
+        token = self.rounds.start(self.out.prompt, seed)
         self.out.prefill_seconds = clock() - start
-        self._commit([token])
-        if on_round is not None:
-            on_round(Round([], 0, token, {}))
+        self._append([token])
+        if self.on_round is not None:
+            self.on_round(Round([], 0, token, {}))
 
-    def round(self, on_round: Callable[[Round], None] | None) -> None:
-        """Propose, verify, commit."""
-        start = self._now()
-        proposal = self._propose()
+    def continue_(self) -> None:
+        """Take a round: propose, verify, commit."""
+        rounds, start = self.rounds, self._now()
+        rounds.run("predict", "draft")
         drafted = self._now()
-        held = self.cache.length
-        output = self.target.forward(torch.cat([self.anchor[None], proposal.tokens], 1), self.cache, self.layers)
-        logits = self.target.logits(output.hidden)
+        rounds.run("verify")
         verified = self._now()
-        target_probs = self.sampling.probs(logits)
-        lengths = self._lengths(proposal.tokens)
-        verdict = self._verify(target_probs, proposal, lengths)
-        parts = [proposal.tokens[0], verdict.num_accepted, verdict.next_token, *([] if lengths is None else [lengths])]
-        *tokens, accepted, next_token, length = torch.cat(parts).tolist() + ([] if lengths is not None else [None])
-        tokens = tokens[:length]
-        ended = accepted > 0 and tokens[accepted - 1] in self.target.eos_ids
-        self.anchor = verdict.next_token
-        self.cache.rollback(held + 1 + accepted)
+        rounds.run("decide")
+        decision = rounds.read()
         decided = self._now()
-        self._extend(output.features, 1 + accepted)
+        rounds.run("commit")
         end = self._now()
         draft_seconds = (drafted - start) + (end - decided)
         seconds = {"draft": draft_seconds, "verify": verified - drafted, "rest": decided - verified}
-        record = Round(tokens, accepted, None if ended else next_token, seconds)
+        tokens, accepted = decision.drafted, decision.accepted
+        ended = accepted > 0 and tokens[accepted - 1] in self.ends
+        record = Round(tokens, accepted, None if ended else decision.next_token, seconds)
         self.out.rounds.append(record)
-        self._commit(record.tokens)
+        self._append(record.tokens)
         if self.on_verdict is not None:
-            self.on_verdict(*_cut(len(tokens), proposal, target_probs, verdict))
-        if on_round is not None:
-            on_round(record)
+            self.on_verdict(*_shown(rounds, len(tokens)))
+        if self.on_round is not None:
+            self.on_round(record)
 
-    def _propose(self) -> Proposal:
-        if self.drafter is None or self.draft_cache is None:
-            return self._nothing()
-        return self.drafter.propose(
-            self.draft_cache, self.anchor, self.target, self.draft_temperature, self.streams.draft, **self.options
-        )
-
-    def _nothing(self) -> Proposal:
-        device = self.target.device
-        empty = torch.zeros(1, 0, dtype=torch.long, device=device)
-        return Proposal(empty, torch.zeros(1, 0, self.target.vocab_size, device=device))
-
-    def _lengths(self, tokens: Tensor) -> Tensor | None:
-        """Return ``[1]``, the tokens of a block ``[1, B]`` up to its first end token: what follows is never read."""
-        if not len(self.ends) or not tokens.shape[1]:
-            return None
-        is_end = (tokens.unsqueeze(-1) == self.ends).any(-1).long()
-        return ((is_end.cumsum(-1) - is_end) == 0).sum(-1)
-
-    def _verify(self, target_probs: Tensor, proposal: Proposal, lengths: Tensor | None) -> Verdict:
-        return verify(
-            self.rule,
-            target_probs,
-            proposal.probs,
-            proposal.tokens,
-            lengths,
-            generator=self.streams.coins,
-            recovery_generator=self.streams.recovery,
-            check=False,
-        )
+    def _append(self, tokens: list[int]) -> None:
+        self.out.tokens += tokens
+        self.finished = tokens[-1] in self.ends or len(self.out.tokens) >= self.max_new_tokens
 
     def _now(self) -> float:
         """Return the time when all that was asked of the device is done, so that each phase is charged with its own."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return clock()
 
-    def _extend(self, features: Tensor | None, num_rows: int) -> None:
-        """Hand the features of committed tokens to the drafter; the next anchor's does not exist yet."""
-        if self.drafter is not None and self.draft_cache is not None and features is not None:
-            self.drafter.extend(self.draft_cache, features[:, :num_rows])
 
-    def _commit(self, tokens: list[int]) -> None:
-        self.out.tokens += tokens
-        self.finished = tokens[-1] in self.target.eos_ids or len(self.out.tokens) >= self.max_new_tokens
-
-
-def _cut(length: int, proposal: Proposal, target_probs: Tensor, verdict: Verdict) -> tuple[Proposal, Tensor, Verdict]:
-    """Return what `OnVerdict` is shown: the block up to its first end token."""
-    shown = Verdict(verdict.num_accepted, verdict.next_token, verdict.coins[:, :length], verdict.thresholds[:, :length])
-    return Proposal(proposal.tokens[:, :length], proposal.probs[:, :length]), target_probs[:, : length + 1], shown
+def _shown(rounds: Rounds, length: int) -> tuple[Proposal, Tensor, Verdict]:
+    """Return what `OnVerdict` is shown: the block up to its first end token, copied if the next round overwrites it."""
+    proposal, verdict = rounds.proposal, rounds.verdict
+    block = proposal.tokens[:, :length], proposal.probs[:, :length]
+    decided = verdict.num_accepted, verdict.next_token, verdict.coins[:, :length], verdict.thresholds[:, :length]
+    probs = rounds.target_probs[:, : length + 1]
+    if rounds.position is None:
+        return Proposal(*block), probs, Verdict(*decided)
+    return Proposal(*(x.clone() for x in block)), probs.clone(), Verdict(*(x.clone() for x in decided))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from blockdraft.drafters.config import DrafterConfig
-from blockdraft.targets.layers import FusedLayer, Mask, Norm, Product, RotaryTable, norm_of, rotated
+from blockdraft.targets.layers import FusedLayer, Norm, Product, norm_of
+from blockdraft.targets.positions import DevicePositions, HostPositions, Masks, Positions, RotaryTable, rotated
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -38,15 +39,17 @@ class Rotary:
 class RMSNorm(nn.RMSNorm):
     """Normalise by the root mean square, in the precision of the input.
 
-    CUDA's autocast would return float32, and with it a residual stream of twice the size; its kernel sums in float32
-    whatever it returns.
+    Weights stay in float32 under autocast. CUDA's would then return float32, and with it a residual stream of twice
+    the size, though its kernel sums in float32 whatever it returns; a CPU's has no kernel for two dtypes at once.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (x.is_cuda and torch.is_autocast_enabled("cuda") and self.weight is not None):
+        weight = self.weight
+        autocast_widens = x.is_cuda and torch.is_autocast_enabled("cuda")
+        if weight is None or (weight.dtype == x.dtype and not autocast_widens):
             return super().forward(x)
-        with torch.autocast("cuda", enabled=False):
-            return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -206,7 +209,6 @@ class DraftingWeights:
 
     def __init__(self, config: DrafterConfig, fc: nn.Linear, hidden_norm: nn.RMSNorm, layers: Sequence[Layer]) -> None:
         attentions = [layer.self_attn for layer in layers]
-        self.config = config
         self.fc, self.hidden_norm = Product(fc.weight), norm_of(hidden_norm)
         self.context = Product(*(p.weight for a in attentions for p in (a.k_proj, a.v_proj)))
         weights = torch.stack([a.k_norm.weight for a in attentions])  # [layers, d]
@@ -218,35 +220,51 @@ class ContextCache:
     """Keep keys and values of the context, layer by layer, in storage allocated once.
 
     A block's own keys and values are written right behind the context and overwritten by whatever comes next: they
-    are never part of the cache.
+    are never part of the cache. Where the context ends is known to the host, as `length`, or given as ``at`` ``[1]``
+    on the device; then `length` neither says nor learns it, and all of the storage is read under a mask.
     """
 
-    def __init__(self, weights: DraftingWeights, capacity: int, rotary: Rotary) -> None:
-        config, like = weights.config, weights.fc.weight
-        room = capacity + config.num_slots
-        self.storage = like.new_empty(2, config.num_layers, config.num_kv_heads, room, config.head_dim)
-        self.rotary = RotaryTable(*rotary(torch.arange(room, device=like.device), like.dtype))
+    def __init__(self, weights: DraftingWeights, config: DrafterConfig, capacity: int, rotary: Rotary) -> None:
+        like = weights.fc.weight
+        self.room = capacity + config.num_slots
+        self.storage = like.new_empty(2, config.num_layers, config.num_kv_heads, self.room, config.head_dim)
+        self.rotary = RotaryTable(*rotary(torch.arange(self.room, device=like.device), like.dtype))
+        self.masks = Masks(config.num_heads // config.num_kv_heads, like)
         self.weights, self.capacity = weights, capacity
         self.length = 0
 
-    def extend(self, features: Tensor) -> None:
+    def extend(self, features: Tensor, at: Tensor | None = None) -> None:
         """Append the context of features ``[T, K * H]``."""
         _two, layers, heads, _room, width = self.storage.shape
-        start, end = self.length, self.length + len(features)
+        positions = self._positions(len(features), at)
         context = self.weights.hidden_norm(self.weights.fc(features))
         projected = self.weights.context(context).view(len(features), layers, 2, heads, width)
         keys = self.weights.key_norm(projected[:, :, 0].flatten(1, 2))  # [T, layers * heads, d]
-        keys = rotated(keys, self.rotary.at(start, end)).unflatten(1, (layers, heads))
-        self.storage[0, :, :, start:end] = keys.permute(1, 2, 0, 3)
-        self.storage[1, :, :, start:end] = projected[:, :, 1].permute(1, 2, 0, 3)
-        self.length = end
+        keys = rotated(keys, self.rotary.at(positions)).unflatten(1, (layers, heads))
+        positions.put(self.storage[0], keys.permute(1, 2, 0, 3))
+        positions.put(self.storage[1], projected[:, :, 1].permute(1, 2, 0, 3))
+        if at is None:
+            self.length += len(features)
 
-    def block(self, x: Tensor) -> Tensor:
+    def block(self, x: Tensor, at: Tensor | None = None) -> Tensor:
         """Run the layers over a block's stream ``[S, H]``, which sees all of the context and itself."""
-        start, end = self.length, self.length + len(x)
-        new = [part.unbind(0) for part in self.storage[:, :, :, start:end]]
-        held = [part.unsqueeze(1).unbind(0) for part in self.storage[:, :, :, :end]]
-        rotary, mask = self.rotary.at(start, end), Mask()
-        for i, layer in enumerate(self.weights.layers):
-            x = layer(x, rotary, (new[0][i], new[1][i]), (held[0][i], held[1][i]), mask)
+        positions = self._positions(len(x), at)
+        rotary, mask = self.rotary.at(positions), self.masks.whole(positions, self.room)
+        stores = positions.stores(*self.storage.unsqueeze(2))
+        for layer, store in zip(self.weights.layers, stores, strict=True):
+            x = layer(x, rotary, store, mask)
         return x
+
+    def clear_behind(self, length: int) -> None:
+        """Leave zeros behind so many tokens: what a mask hides must still be a number."""
+        self.storage[..., length:, :].zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that keys and values take."""
+        return self.storage.numel() * self.storage.element_size()
+
+    def _positions(self, num_rows: int, at: Tensor | None) -> Positions:
+        if at is not None:
+            return DevicePositions(at, num_rows)
+        return HostPositions(self.length, self.length + num_rows)

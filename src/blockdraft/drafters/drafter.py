@@ -64,7 +64,7 @@ class Drafter(nn.Module, ABC):
         size = config.draft_vocab_size
         self.register_buffer("draft_ids", None if size is None else torch.arange(size))
         self._reduced_head: tuple[Tensor, Product] | None = None
-        self._drafting: tuple[object, DraftingWeights] | None = None
+        self._drafting: list[tuple[object, DraftingWeights]] = []
         self.checkpoint_activations = False
         """Recompute each layer in the backward pass instead of keeping what it made."""
 
@@ -145,16 +145,15 @@ class Drafter(nn.Module, ABC):
     def new_cache(self, capacity: int) -> ContextCache:
         """Return an empty context cache for texts of up to ``capacity`` tokens, with the weights as they are now."""
         key = weights_key(self)
-        if self._drafting is None or self._drafting[0] != key:
-            self._drafting = key, DraftingWeights(self.config, self.fc, self.hidden_norm, self._layers())
-        return ContextCache(self._drafting[1], capacity, self.rotary)
+        if not self._drafting or self._drafting[0][0] != key:
+            self._drafting[:] = [(key, DraftingWeights(self.config, self.fc, self.hidden_norm, self._layers()))]
+        return ContextCache(self._drafting[0][1], self.config, capacity, self.rotary)
 
     @torch.no_grad()
-    def extend(self, cache: ContextCache, features: Tensor) -> None:
-        """Append the features ``[1, T, K * H]`` of newly committed tokens."""
-        cache.extend(features[0].to(self.fc.weight.dtype))
+    def extend(self, cache: ContextCache, features: Tensor, at: Tensor | None = None) -> None:
+        """Append the features ``[1, T, K * H]`` of newly committed tokens; ``at`` as for `predict`."""
+        cache.extend(features[0].to(self.fc.weight.dtype), at)
 
-    @torch.no_grad()
     def propose(
         self,
         cache: ContextCache,
@@ -165,7 +164,7 @@ class Drafter(nn.Module, ABC):
         *,
         num_proposals: int | None = None,
     ) -> Proposal:
-        """Draft one block after ``anchor``, the token at position ``cache.length``.
+        """Draft one block after ``anchor``, the token at position ``cache.length``: `predict`, then `draft`.
 
         Args:
             cache: the context, everything before the anchor.
@@ -178,14 +177,39 @@ class Drafter(nn.Module, ABC):
                 other, so q of a shorter block is close to, but not exactly, the first b of a whole block's. Decoding
                 stays lossless, since the q that is returned is the one the tokens were drawn from.
         """
-        num = self.config.num_proposals if num_proposals is None else num_proposals
-        self._check_num_proposals(num)
-        num_slots = self.config.slots_for(num)
         if isinstance(anchor, int):
             anchor = torch.tensor([anchor], device=target.device)
-        x = self._slots(anchor, target, self.fc.weight.dtype, num_slots)[0]
-        hidden = self._predictions(self.norm(cache.block(x))[None])
-        return self._draft(hidden, anchor, target, temperature, generator)
+        hidden = self.predict(cache, anchor, target, num_proposals)
+        return self.draft(hidden, anchor, target, temperature, generator)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        cache: ContextCache,
+        anchor: Tensor,
+        target: Target,
+        num_proposals: int | None = None,
+        at: Tensor | None = None,
+    ) -> Tensor:
+        """Return the hidden states ``[1, b, H]`` of the proposals after ``anchor`` ``[1]``; arguments as for `propose`.
+
+        The anchor's position is ``cache.length``, or ``at`` ``[1]`` where only the device knows it; see `ContextCache`.
+        """
+        num = self.config.num_proposals if num_proposals is None else num_proposals
+        self._check_num_proposals(num)
+        x = self._slots(anchor, target, self.fc.weight.dtype, self.config.slots_for(num))[0]
+        return self._predictions(self.norm(cache.block(x, at))[None])
+
+    @abstractmethod
+    def draft(
+        self,
+        hidden: Tensor,
+        anchor: Tensor,
+        target: Target,
+        temperature: float,
+        generator: Generator | None = None,
+    ) -> Proposal:
+        """Sample the block after ``anchor`` ``[1]`` from its hidden states ``[1, b, H]``; the rest as for `propose`."""
 
     def with_proposals(self, num_proposals: int) -> Self:
         """Return this drafter, its weights shared, as one that proposes at most so many tokens everywhere.
@@ -203,12 +227,6 @@ class Drafter(nn.Module, ABC):
                 f"this drafter was trained to propose {self.config.num_proposals} tokens; num_proposals must be "
                 f"between 1 and that, not {num}"
             )
-
-    @abstractmethod
-    def _draft(
-        self, hidden: Tensor, anchor: Tensor, target: Target, temperature: float, generator: Generator | None
-    ) -> Proposal:
-        """Sample the block after ``anchor`` ``[1]`` from its hidden states ``[1, B, H]``."""
 
     def _slots(self, anchor_tokens: Tensor, target: Target, dtype: torch.dtype, num_slots: int) -> Tensor:
         """Return the embeddings ``[A, S, H]`` of ``[anchor, MASK, MASK, ..]``."""
@@ -246,8 +264,14 @@ class Drafter(nn.Module, ABC):
 class DFlash(Drafter):
     """Draft all positions at once, independent of each other given the context."""
 
-    def _draft(
-        self, hidden: Tensor, anchor: Tensor, target: Target, temperature: float, generator: Generator | None
+    @torch.no_grad()
+    def draft(
+        self,
+        hidden: Tensor,
+        anchor: Tensor,
+        target: Target,
+        temperature: float,
+        generator: Generator | None = None,
     ) -> Proposal:
         del anchor
         probs = draft_probs_of(self._head_product(hidden.to(target.dtype), target), temperature)
@@ -274,8 +298,14 @@ class DSpark(Drafter):
         logits: Tensor = self.confidence_head(hidden, self.markov_head.markov_w1(previous))
         return logits
 
-    def _draft(
-        self, hidden: Tensor, anchor: Tensor, target: Target, temperature: float, generator: Generator | None
+    @torch.no_grad()
+    def draft(
+        self,
+        hidden: Tensor,
+        anchor: Tensor,
+        target: Target,
+        temperature: float,
+        generator: Generator | None = None,
     ) -> Proposal:
         base = self._head_product(hidden.to(target.dtype), target)[0].float()
         previous = anchor

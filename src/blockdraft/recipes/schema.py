@@ -160,6 +160,10 @@ class RuntimeSection(Section):
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     threads: int | None = Field(None, ge=1, description="CPU threads; null leaves PyTorch's choice")
+    peak_tflops: float | None = Field(
+        None, gt=0, allow_inf_nan=False,
+        description="peak rate of a device, for its utilization and for estimates; null knows common GPUs by name",
+    )  # fmt: skip
     fused: bool = Field(True, description="fuse head and objective, so that no [tokens, vocabulary] tensor exists")
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blockdraft.targets.attention import SlotAttention, attending
+from blockdraft.targets.positions import DevicePositions, HostPositions, Positions, Store
 
 if TYPE_CHECKING:
     from blockdraft.targets.target import Target
@@ -42,24 +43,38 @@ class KVCache(Cache):
         for layer in self._held:
             layer.length = length
 
-    def write(self, num_rows: int, shape: tuple[int, int], like: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Make room for so many tokens of one text and return where they go, and all that is held with them.
+    def write(
+        self, num_rows: int, shape: tuple[int, int], like: Tensor, at: Tensor | None = None
+    ) -> tuple[Positions, list[Store]]:
+        """Make room for so many tokens of one text; return where they stand, and how each layer is written and read.
 
         Args:
             num_rows: T, tokens to be written.
             shape: key/value heads and their width d.
             like: a tensor of the right dtype on the right device.
-
-        Returns:
-            Keys and values of each layer in turn: ``[kv_heads, T, d]`` to be written to, and ``[1, kv_heads, L, d]``.
+            at: ``[1]`` where they begin, if only the device knows it. Then `length` neither says nor learns it, all of
+                the capacity is attended to (see `clear_behind`), and whoever gives it sees to the room.
         """
-        start, end = self.length, self.room_until(self.length + num_rows)
         keys, values = self.storage([(1, *shape)] * 2, like)
-        new = [part[:, 0, :, start:end].unbind(0) for part in (keys, values)]
-        held = [part[:, :, :, :end].unbind(0) for part in (keys, values)]
-        for layer in self._held:
-            layer.length = end
-        return _in_turn(new), _in_turn(held)
+        positions: Positions
+        if at is not None:
+            positions = DevicePositions(at, num_rows)
+        else:
+            positions = HostPositions(self.length, self.room_until(self.length + num_rows))
+            for layer in self._held:
+                layer.length = positions.end
+        return positions, positions.stores(keys, values)
+
+    def clear_behind(self, length: int) -> None:
+        """Leave zeros behind so many tokens: what a mask hides must still be a number."""
+        for storage in (self._keys, self._values):
+            if storage is not None:
+                storage[..., length:, :].zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that keys and values take."""
+        return sum(x.numel() * x.element_size() for x in (self._keys, self._values) if x is not None)
 
     def room_until(self, end: int) -> int:
         """Return ``end``, refused if it lies beyond the capacity."""
@@ -76,10 +91,6 @@ class KVCache(Cache):
             for layer, k, v in zip(self._held, self._keys, self._values, strict=True):
                 layer.keys, layer.values, layer.is_initialized = k, v, True
         return self._keys, self._values
-
-
-def _in_turn(pair: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [part for both in zip(*pair, strict=True) for part in both]
 
 
 class _Layer(CacheLayerMixin):

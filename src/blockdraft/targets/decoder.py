@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from blockdraft.selfcheck import compare, passes_check
 from blockdraft.targets.cache import KVCache
-from blockdraft.targets.layers import CausalMasks, FusedLayer, Product, RotaryTable, norm_of
+from blockdraft.targets.layers import FusedLayer, Product, norm_of
+from blockdraft.targets.positions import HostPositions, Masks, RotaryTable
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -44,32 +45,35 @@ class Decoder:
         self.norm = norm_of(decoder.norm)
         self.head = Product(_weight(model.get_output_embeddings()), copy=copy)
         self._rotary_embedding = decoder.rotary_emb
-        self._rotary = RotaryTable(*(self.embedding.new_empty(0, width) for _ in range(2)))
-        self._masks = CausalMasks(heads // kv_heads, self.embedding)
+        self._rotary = [RotaryTable(*(self.embedding.new_empty(0, width) for _ in range(2)))]
+        self._masks = Masks(heads // kv_heads, self.embedding)
 
-    def forward(self, tokens: Tensor, cache: KVCache, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Map tokens ``[T]`` to hidden states after the final norm, ``[T, H]``, and features ``[T, K * H]``."""
-        start = cache.length
-        end = start + len(tokens)
-        new, held = cache.write(len(tokens), self.shape, self.embedding)
-        rotary = self._table(end).at(start, end)
-        mask = self._masks.at(start, end, cache.capacity)
+    def forward(
+        self, tokens: Tensor, cache: KVCache, layers: Sequence[int], at: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map tokens ``[T]`` to hidden states after the final norm, ``[T, H]``, and features ``[T, K * H]``.
+
+        ``at`` ``[1]`` is the first token's position if only the device knows it; see `KVCache.write`.
+        """
+        positions, stores = cache.write(len(tokens), self.shape, self.embedding, at)
+        end = positions.end if isinstance(positions, HostPositions) else cache.capacity
+        rotary = self._table(end).at(positions)
+        mask = self._masks.causal(positions, cache.capacity)
         x = torch.nn.functional.embedding(tokens, self.embedding)
         streams = {}
-        for i, layer in enumerate(self.layers):
-            x = layer(x, rotary, new[2 * i : 2 * i + 2], held[2 * i : 2 * i + 2], mask)
-            streams[i] = x
+        for i, (layer, store) in enumerate(zip(self.layers, stores, strict=True)):
+            x = streams[i] = layer(x, rotary, store, mask)
         features = torch.cat([streams[i] for i in layers], -1) if layers else None
         return self.norm(x), features
 
     def _table(self, end: int) -> RotaryTable:
         """Return the angles of at least ``end`` positions."""
-        known = self._rotary.cos.shape[0]
+        known = self._rotary[-1].cos.shape[0]
         if end > known:
             positions = torch.arange(max(end, 2 * known, 256), device=self.embedding.device)
             cos, sin = self._rotary_embedding(self.embedding, positions[None])
-            self._rotary = RotaryTable(cos[0], sin[0])
-        return self._rotary
+            self._rotary.append(RotaryTable(cos[0], sin[0]))  # the others stay: a CUDA graph may read them
+        return self._rotary[-1]
 
 
 @torch.no_grad()

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from blockdraft.selfcheck import compare, passes_check
+from blockdraft.targets.positions import Mask, Store, rotated
 
 PACKED_ROWS = 8
 """The number of rows that packed weights are laid out for; they serve any other as well."""
 
 PACKED_SIZE = 2**17
 """Weights in float32 with fewer numbers are not packed: calling oneDNN takes as long as it saves."""
-
-MASKED_ROWS = 64
-"""Up to so many rows behind a cache share a mask that is made once."""
 
 
 class Product:
@@ -113,17 +111,22 @@ def _check_packing(dtype: torch.dtype) -> None:
 class Norm:
     """Compute ``w x / sqrt(mean(x^2) + eps)`` over the last dimension; ``w`` is ``[.., d]``.
 
-    PyTorch has no kernel of its own for it on a CPU. In float32, ``sqrt(d) w x / hypot(|x|, sqrt(d eps))`` takes half
-    the time. In other dtypes the mean is taken as transformers does, in float32, or in x's own precision.
+    A GPU has a kernel for it, which sums in float32. PyTorch has none on a CPU. There, in float32,
+    ``sqrt(d) w x / hypot(|x|, sqrt(d eps))`` takes half the time; in other dtypes the mean is taken as transformers
+    does, in float32, or in x's own precision.
     """
 
     def __init__(self, weight: Tensor, eps: float, *, in_float32: bool = False) -> None:
         width = weight.shape[-1]
         self.weight, self.eps, self.in_float32 = weight, eps, in_float32
         self._scaled = weight * width**0.5
-        self._floor = weight.new_tensor((width * eps) ** 0.5)
+        self._floor = weight.new_full((), (width * eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            if self.weight.dim() == 1:
+                return rms_norm(x, x.shape[-1:], self.weight, self.eps)
+            return rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
         if x.dtype == torch.float32:
             length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
             return (x / length).mul_(self._scaled)
@@ -132,25 +135,6 @@ class Norm:
         y = x.float()
         y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return self.weight * y.to(x.dtype)
-
-
-class RotaryTable:
-    """Keep cos and sin of all positions, ``[P, 1, d]``, the signs of the rotation in the sines."""
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        half = cos.shape[-1] // 2
-        self.cos = cos.unsqueeze(1).contiguous()
-        self.sin = torch.cat([-sin[:, :half], sin[:, half:]], -1).unsqueeze(1)
-
-    def at(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the positions ``start <= t < end``."""
-        return self.cos[start:end], self.sin[start:end]
-
-
-def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``[T, heads, d]`` by the rows of a `RotaryTable`: ``x cos + [-x_2 ; x_1] sin``."""
-    cos, sin = rotary
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class FusedLayer:
@@ -172,16 +156,13 @@ class FusedLayer:
             weight = torch.cat([norm.weight.expand(count, -1) for norm, count in counts])
             self.head_norm = _norm(attention.q_norm, weight)
 
-    def __call__(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], new: Sequence[Tensor], held: Sequence[Tensor], mask: "Mask"
-    ) -> Tensor:
+    def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor], store: Store, mask: Mask) -> Tensor:
         """Map a stream ``[T, H]`` to ``[T, H]``.
 
         Args:
             x: the stream.
             rotary: rows of a `RotaryTable`.
-            new: where the T keys and values are written, ``[kv_heads, T, d]`` each.
-            held: keys and values that are attended to, those written here included, ``[1, kv_heads, L, d]`` each.
+            store: writes keys and values behind those that are held, and returns all.
             mask: who sees whom.
         """
         num_rows, num_rotated = x.shape[0], self.num_heads + self.num_kv_heads
@@ -189,13 +170,12 @@ class FusedLayer:
         values = states[:, num_rotated:]
         states = states[:, :num_rotated]
         states = rotated(states if self.head_norm is None else self.head_norm(states), rotary)
-        new[0].copy_(states[:, self.num_heads :].transpose(0, 1))
-        new[1].copy_(values.transpose(0, 1))
+        held = store(states[:, self.num_heads :].transpose(0, 1), values.transpose(0, 1))
         x = self.output.add_to(x, self._attend(states[:, : self.num_heads], held, mask))
         gate, up = self.gate_up(self.middle_norm(x)).chunk(2, -1)
         return self.down.add_to(x, silu(gate).mul_(up))
 
-    def _attend(self, queries: Tensor, held: Sequence[Tensor], mask: "Mask") -> Tensor:
+    def _attend(self, queries: Tensor, held: Sequence[Tensor], mask: Mask) -> Tensor:
         """Attend with queries ``[T, heads, d]``; ``[T, heads * d]``.
 
         The query heads that share a key/value head stand in the place of query positions, so that keys and values
@@ -210,45 +190,6 @@ class FusedLayer:
         folded = grouped.transpose(0, 1).reshape(1, self.num_kv_heads, -1, self.head_dim)
         out: Tensor = scaled_dot_product_attention(folded, keys, values, attn_mask=mask.values)
         return out.view(self.num_kv_heads, num_rows, -1, self.head_dim).transpose(0, 1).reshape(num_rows, -1)
-
-
-class Mask:
-    """Say who sees whom in a pass: everybody everything, causally from the start, or by a mask ``[T * groups, L]``."""
-
-    def __init__(self, values: Tensor | None = None, *, is_causal: bool = False) -> None:
-        self.values, self.is_causal = values, is_causal
-
-
-class CausalMasks:
-    """Make the masks of T rows behind any number of held tokens; most of them are slices of one tensor."""
-
-    def __init__(self, groups: int, like: Tensor) -> None:
-        self.groups, self.like = groups, like
-        self._capacity, self._whole = 0, like.new_empty(0)
-
-    def at(self, start: int, end: int, capacity: int) -> Mask:
-        """Return the mask of the rows ``start <= t < end``."""
-        num_rows = end - start
-        if num_rows == 1:
-            return Mask()
-        if start == 0:
-            return Mask(is_causal=True)
-        if num_rows > MASKED_ROWS:
-            return Mask(self._make(num_rows, start)[:, :end])
-        if capacity > self._capacity:
-            self._capacity, self._whole = capacity, self._make(MASKED_ROWS, capacity)
-        shift = self._capacity - start
-        mask = self._whole[: num_rows * self.groups, shift : shift + end]
-        return Mask(mask if mask.device.type == "cpu" else mask.contiguous())  # kernels on GPUs want it aligned
-
-    def _make(self, num_rows: int, start: int) -> Tensor:
-        """Return ``[rows * groups, start + rows]``: row r sees the first ``start + r + 1`` columns."""
-        columns = torch.arange(start + num_rows, device=self.like.device)
-        rows = torch.arange(num_rows, device=self.like.device).repeat_interleave(self.groups)
-        hidden = columns > start + rows[:, None]
-        return torch.zeros(hidden.shape, dtype=self.like.dtype, device=self.like.device).masked_fill_(
-            hidden, -torch.inf
-        )
 
 
 def norm_of(module: Any) -> Norm:

@@ -1,7 +1,7 @@
 """A frozen language model, seen the way a drafter needs it, and the fingerprint that names its weights."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,8 @@ class Target:
         """Decode with the package's own forward pass where there is one; False goes through transformers."""
         self._decoder: Decoder | None = None
         self._decoder_key: object = None
+        self.kept: dict[Hashable, Any] = {}
+        """What decoding keeps from text to text: CUDA graphs."""
         self._refuse_unfaithful()
 
     @property
@@ -131,6 +133,11 @@ class Target:
             self._decoder, self._decoder_key = decoder_of(self.model), key
         return KVCache(self.num_layers, capacity)
 
+    @property
+    def decoder(self) -> Decoder | None:
+        """The package's own forward pass, which reads the last cache made; None if that goes through transformers."""
+        return self._decoder
+
     @torch.no_grad()
     def forward(
         self,
@@ -140,18 +147,24 @@ class Target:
         *,
         spans: Sequence[Span] | None = None,
         positions: Tensor | None = None,
+        at: Tensor | None = None,
     ) -> TargetOutput:
         """Run over ``[N, T]`` tokens that follow what the cache holds, if there is one.
 
         With ``spans``, several texts are packed into rows; each is read as if it were alone, and what lies
         outside of them means nothing. Their ``positions`` ``[N, T]`` are derived from the spans unless given.
+
+        With ``at`` ``[1]``, one text's tokens begin at a position that only the device knows, and shapes do not depend
+        on it; that takes a `decoder`.
         """
         for layer in layers:
             if not 0 <= layer < self.num_layers - 1:
                 raise ValueError(f"{self.name} has features of layers 0 to {self.num_layers - 2}, not of {layer}")
         if self._decoder is not None and cache is not None and spans is None and tokens.shape[0] == 1:
-            hidden, features = self._decoder.forward(tokens[0], cache, layers)
+            hidden, features = self._decoder.forward(tokens[0], cache, layers, at)
             return TargetOutput(hidden[None], None if features is None else features[None])
+        if at is not None:
+            raise ValueError(f"{self.name} goes through transformers, which must know where the tokens stand")
         decoder = self.model.model
         hooks = [decoder.layers[layer].register_forward_hook(self._keep(layer)) for layer in layers]
         try:

@@ -36,11 +36,14 @@ class Rates:
         distributed: its device has the peak rate and the memory.
         loader: knows how long the trainer waited for it.
         flops: floating-point operations of a step, all processes together.
+        peak_tflops: of a device, if it was given; else it is looked up by the device's name.
     """
 
-    def __init__(self, distributed: Distributed, loader: PrefetchingLoader, flops: float) -> None:
+    def __init__(
+        self, distributed: Distributed, loader: PrefetchingLoader, flops: float, peak_tflops: float | None = None
+    ) -> None:
         self.device, self.loader = distributed.device, loader
-        peak = peak_rate(self.device)
+        peak = peak_rate(self.device) if peak_tflops is None else peak_tflops * 1e12
         self.share_of_peak = None if peak is None else flops / (peak * distributed.world_size)
         self.started, self.waited = time.perf_counter(), loader.seconds_waited
 
@@ -137,7 +140,7 @@ class DecodedPrompts:
         found = [
             generate(
                 self.target, drafter, prompt, temperature=self.temperature, max_new_tokens=DECODED_TOKENS,
-                seed=self.seed + number,
+                seed=self.seed + number, cuda_graphs=False,  # training needs the memory, and new weights new graphs
             )
             for number, prompt in enumerate(self.prompts)
         ]  # fmt: skip

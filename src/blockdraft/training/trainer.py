@@ -167,7 +167,8 @@ class Trainer:
         if self.step == 0 and log is not None:
             log.write({"step": 0} | measured)
         self.drafter.train()
-        rates, first = Rates(self.distributed, self.loader, self.flops), self.step
+        rates = Rates(self.distributed, self.loader, self.flops, self.recipe.runtime.peak_tflops)
+        first = self.step
         metrics: dict[str, Any] = {}
         for batches in self._steps():
             number = self.step + 1
