@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from blockdraft.recipes import RecipeError, load_recipe
-from blockdraft.training import loader as loader_module
 from blockdraft.training import measuring
-from blockdraft.training.loader import PrefetchingLoader
+from blockdraft.training import step as loader_module
 from blockdraft.training.measuring import Rates
+from blockdraft.training.step import PrefetchingLoader
 
 
 def rates(monkeypatch, *, device="cpu", peak_tflops=None):

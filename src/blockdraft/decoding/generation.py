@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blockdraft.decoding.graphs import rounds_for
+from blockdraft.decoding.proposals import AdaptiveProposals
 from blockdraft.decoding.request import (
     PromptLike,
     check_num_proposals,
@@ -92,7 +93,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     draft_temperature: float | None = None,
-    num_proposals: int | None = None,
+    num_proposals: int | AdaptiveProposals | None = None,
     max_new_tokens: int = 256,
     seed: int = 0,
     cuda_graphs: bool | None = None,
@@ -116,7 +117,7 @@ def generate(
         draft_temperature: of the drafter; the target's if not given. Every value is lossless, since the verifier is
             told the distribution that the drafts were sampled from.
         num_proposals: how many tokens the drafter proposes in each round, at most as many as it was trained to; that
-            many if not given. Every value is lossless.
+            many if not given. `AdaptiveProposals`, new for each text, chooses in every round. Every value is lossless.
         max_new_tokens: how many tokens the text may have; the last block is cut to it. Prompt, new tokens and one
             drafted block must fit into the target's ``max_position_embeddings``.
         seed: of all random streams; the same seed gives the same text.
@@ -140,10 +141,13 @@ def generate(
     ids = prompt_ids(target, prompt, raw=raw)
     check_room(target, drafter, len(ids), max_new_tokens)
     check_num_proposals(drafter, num_proposals)
-    plan = Plan(rule, sampling, draft_temperature, num_proposals)
+    policy = num_proposals if isinstance(num_proposals, AdaptiveProposals) else None
+    plan = Plan(
+        rule, sampling, draft_temperature, None if isinstance(num_proposals, AdaptiveProposals) else num_proposals
+    )
     capacity = len(ids) + max_new_tokens + 1 + (drafter.config.num_proposals if drafter is not None else 0)
-    rounds = rounds_for(target, drafter, plan, capacity, cuda_graphs)
-    text = _Text(rounds, ids, max_new_tokens, on_round, on_verdict)
+    rounds = rounds_for(target, drafter, plan, capacity, False if policy is not None else cuda_graphs)
+    text = _Text(rounds, ids, max_new_tokens, policy, on_round, on_verdict)
     with torch.inference_mode():
         text.start(seed)
         while not text.finished:
@@ -162,10 +166,12 @@ class _Text:
         rounds: Rounds,
         ids: list[int],
         max_new_tokens: int,
+        policy: AdaptiveProposals | None,
         on_round: Callable[[Round], None] | None,
         on_verdict: OnVerdict | None,
     ) -> None:
-        self.rounds, self.max_new_tokens, self.on_round, self.on_verdict = rounds, max_new_tokens, on_round, on_verdict
+        self.rounds, self.max_new_tokens, self.policy = rounds, max_new_tokens, policy
+        self.on_round, self.on_verdict = on_round, on_verdict
         self.device, self.ends = rounds.target.device, rounds.target.eos_ids
         self.out = Generation(ids)
         self.finished = False
@@ -182,6 +188,8 @@ class _Text:
     def continue_(self) -> None:
         """Take a round: propose, verify, commit."""
         rounds, start = self.rounds, self._now()
+        if self.policy is not None:
+            rounds.plan = replace(rounds.plan, num_proposals=self.policy.next())
         rounds.run("predict", "draft")
         drafted = self._now()
         rounds.run("verify")
@@ -198,6 +206,8 @@ class _Text:
         record = Round(tokens, accepted, None if ended else decision.next_token, seconds)
         self.out.rounds.append(record)
         self._append(record.tokens)
+        if self.policy is not None:
+            self.policy.update(len(tokens), accepted)
         if self.on_verdict is not None:
             self.on_verdict(*_shown(rounds, len(tokens)))
         if self.on_round is not None:
