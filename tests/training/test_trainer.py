@@ -54,6 +54,7 @@ def same_steps(run, other):
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3), (ours["step"], name)
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_leaves_what_a_user_needs(tmp_path, data):
     trainer = train(data, tmp_path, "optimizer.num_train_epochs=40", "objective.name=kl")
     found = lines(tmp_path)
@@ -75,7 +76,9 @@ def test_a_run_learns_and_leaves_what_a_user_needs(tmp_path, data):
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-@pytest.mark.parametrize("objective", ["ce", "lk", "bv"])
+@pytest.mark.parametrize(
+    "objective", [pytest.param("ce", marks=pytest.mark.slow), pytest.param("lk", marks=pytest.mark.slow), "bv"]
+)
 def test_accumulation_shares_the_trajectory(tmp_path, data, kind, objective):
     options = [f"drafter.kind={kind}", f"objective.name={objective}"]
     whole = train(data, tmp_path / "1", *options)
@@ -97,6 +100,7 @@ def test_the_fused_and_the_plain_objective_share_the_trajectory(tmp_path, data, 
     same_steps(tmp_path / "f", tmp_path / "p")
 
 
+@pytest.mark.slow
 def test_the_rounds_objective_trains_along_runs_of_anchors(tmp_path, data):
     options = ["objective.name=rounds", "batch.run_length=5", "optimizer.num_train_epochs=30"]
     fused = train(data, tmp_path / "f", *options)
