@@ -142,9 +142,8 @@ def generate(
     check_num_proposals(drafter, num_proposals)
     plan = Plan(rule, sampling, draft_temperature, num_proposals)
     capacity = len(ids) + max_new_tokens + 1 + (drafter.config.num_proposals if drafter is not None else 0)
-    rounds = rounds_for(target, drafter, plan, capacity, cuda_graphs)
-    text = _Text(rounds, ids, max_new_tokens, on_round, on_verdict)
-    with torch.inference_mode():
+    with rounds_for(target, drafter, plan, capacity, cuda_graphs) as rounds, torch.inference_mode():
+        text = _Text(rounds, ids, max_new_tokens, on_round, on_verdict)
         text.start(seed)
         while not text.finished:
             text.continue_()
