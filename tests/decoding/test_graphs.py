@@ -134,6 +134,23 @@ def test_graphs_are_recorded_once_and_dropped_with_their_weights_or_for_room(mon
     assert len(target.kept) == 1
 
 
+@pytest.mark.usefixtures("_captured")
+def test_a_text_begun_while_another_is_decoded_leaves_it_alone():
+    target, drafter = models("dflash", {}, eos=None)
+    options = {"max_new_tokens": 12}
+    expected = [generate(target, drafter, PROMPT, seed=seed, cuda_graphs=False, **options) for seed in (1, 2)]
+    inner = []
+
+    def begin(_round):
+        inner.append(generate(target, drafter, PROMPT, seed=2, **options))
+
+    outer = generate(target, drafter, PROMPT, seed=1, on_round=begin, **options)
+    assert told(outer) == told(expected[0])
+    assert all(told(each) == told(expected[1]) for each in inner)
+    (kept,) = target.kept.values()
+    assert not kept.lock.locked()
+
+
 def changed(which, change):
     """Return a recorder whose replay of one phase is not what it should be."""
 

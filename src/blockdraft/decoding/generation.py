@@ -141,14 +141,12 @@ def generate(
     ids = prompt_ids(target, prompt, raw=raw)
     check_room(target, drafter, len(ids), max_new_tokens)
     check_num_proposals(drafter, num_proposals)
-    policy = num_proposals if isinstance(num_proposals, AdaptiveProposals) else None
-    plan = Plan(
-        rule, sampling, draft_temperature, None if isinstance(num_proposals, AdaptiveProposals) else num_proposals
-    )
+    policy, number = (num_proposals, None) if isinstance(num_proposals, AdaptiveProposals) else (None, num_proposals)
+    plan = Plan(rule, sampling, draft_temperature, number)
     capacity = len(ids) + max_new_tokens + 1 + (drafter.config.num_proposals if drafter is not None else 0)
-    rounds = rounds_for(target, drafter, plan, capacity, False if policy is not None else cuda_graphs)
-    text = _Text(rounds, ids, max_new_tokens, policy, on_round, on_verdict)
-    with torch.inference_mode():
+    graphs = False if policy is not None else cuda_graphs
+    with rounds_for(target, drafter, plan, capacity, graphs) as rounds, torch.inference_mode():
+        text = _Text(rounds, ids, max_new_tokens, policy, on_round, on_verdict)
         text.start(seed)
         while not text.finished:
             text.continue_()

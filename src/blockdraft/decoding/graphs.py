@@ -11,7 +11,9 @@ disagree, or anything is raised, one warning says so and the plain rounds are us
 
 import itertools
 import os
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Generator, Tensor
@@ -42,25 +44,27 @@ Capture = Callable[[Sequence[Phase], Sequence[Generator]], list[Phase]]
 """Record phases that use some random streams; return what replays each."""
 
 _checks = itertools.count()
+_recording = threading.Lock()
 
 
 def capture_cuda(phases: Sequence[Phase], streams: Sequence[Generator]) -> list[Phase]:
     """Record phases as CUDA graphs, which share their memory since they are always replayed in this order."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries set themselves up, which no graph may hold
-        for _ in range(2):
-            for phase in phases:
+    with torch.cuda.device(streams[0].device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries set themselves up, which no graph may hold
+            for _ in range(2):
+                for phase in phases:
+                    phase()
+        torch.cuda.current_stream().wait_stream(side)
+        pool, replays = torch.cuda.graph_pool_handle(), []
+        for phase in phases:
+            graph = torch.cuda.CUDAGraph()
+            for stream in streams:
+                graph.register_generator_state(stream)
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 phase()
-    torch.cuda.current_stream().wait_stream(side)
-    pool, replays = torch.cuda.graph_pool_handle(), []
-    for phase in phases:
-        graph = torch.cuda.CUDAGraph()
-        for stream in streams:
-            graph.register_generator_state(stream)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            phase()
-        replays.append(graph.replay)
+            replays.append(graph.replay)
     return replays
 
 
@@ -68,10 +72,13 @@ CAPTURES: dict[str, Capture] = {"cuda": capture_cuda}
 """How rounds are recorded, by kind of device."""
 
 
+@contextmanager
 def rounds_for(
     target: Target, drafter: Drafter | None, plan: Plan, capacity: int, cuda_graphs: bool | None = None
-) -> Rounds:
-    """Return rounds for texts of up to ``capacity`` tokens: as graphs if wanted and sound, else plain ones.
+) -> Iterator[Rounds]:
+    """Give rounds for a text of up to ``capacity`` tokens: as graphs if wanted and sound, else plain ones.
+
+    Graphs serve one text at a time; one that is begun meanwhile, by another thread for instance, has plain rounds.
 
     Args:
         target, drafter, plan: what decodes, and how.
@@ -80,19 +87,31 @@ def rounds_for(
             used where they can be, unless `SWITCH` turns them off.
     """
     plain = Rounds(target, drafter, plan, capacity)
-    if not _wanted(target, cuda_graphs):
-        return plain
-    _forget_stale(target, plain)
+    found = _recorded(plain, cuda_graphs) if _wanted(target, cuda_graphs) else None
+    if found is None or not found.lock.acquire(blocking=False):
+        yield plain
+        return
+    try:
+        yield found
+    finally:
+        found.lock.release()
+
+
+def _recorded(plain: Rounds, asked: bool | None) -> Rounds | None:
+    """Return recorded rounds that do what plain ones do, from those that the target keeps or new; None if none can."""
+    target, drafter, kept = plain.target, plain.drafter, plain.target.kept
     block = 0 if drafter is None else drafter.config.num_proposals
     checked = max(map(len, CHECKED_TEXTS)) + (1 + CHECKED_ROUNDS) * (1 + block)
-    room = rounded_capacity(max(capacity, checked))
-    key: Hashable = (plan, room, target.eos_ids, drafter)
-    kept: dict[Hashable, Rounds | None] = target.kept
-    if key not in kept:
-        kept[key] = _checked(plain, room, strict=True if cuda_graphs else None)
-    kept[key] = found = kept.pop(key)  # now the last one used
-    _make_room(kept)
-    return found or plain
+    room = rounded_capacity(max(plain.capacity, checked))
+    key: Hashable = (plain.plan, room, target.eos_ids, drafter)
+    with _recording:
+        _forget_stale(kept, plain)
+        if key not in kept:
+            kept[key] = _checked(plain, room, strict=True if asked else None)
+        found: Rounds | None = kept.pop(key)
+        kept[key] = found  # now the last one used
+        _make_room(kept)
+    return found
 
 
 def rounded_capacity(capacity: int) -> int:
@@ -190,11 +209,11 @@ def _same(name: str, found: Tensor | None, expected: Tensor) -> None:
         raise SelfCheckError(f"{name} is {None if found is None else found.tolist()} and not {expected.tolist()}")
 
 
-def _forget_stale(target: Target, plain: Rounds) -> None:
+def _forget_stale(kept: dict[Hashable, Rounds | None], plain: Rounds) -> None:
     """Drop graphs of weights that are no more."""
-    for key, rounds in list(target.kept.items()):
+    for key, rounds in list(kept.items()):
         if rounds is not None and not rounds.is_current(plain):
-            del target.kept[key]
+            del kept[key]
 
 
 def _make_room(kept: dict[Hashable, Rounds | None]) -> None:

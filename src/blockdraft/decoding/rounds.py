@@ -4,6 +4,7 @@ A round reads from the device once, when all of it is decided: the block, where 
 the token that follows. Without a drafter blocks are empty, which is autoregressive decoding.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -82,6 +83,7 @@ class Rounds:
         self.position = torch.zeros(1, dtype=torch.long, device=device) if static else None
         self.anchor = torch.zeros(1, dtype=torch.long, device=device)
         self.num_kept = 0
+        self.lock = threading.Lock()
         empty = torch.zeros(1, 0, dtype=torch.long, device=device)
         self.proposal = self.nothing = Proposal(empty, torch.zeros(1, 0, target.vocab_size, device=device))
         self.draft_hidden = self.logits = self.target_probs = self.decision = empty
