@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import yaml
 
 from commands import blockdraft
@@ -44,3 +45,8 @@ def test_estimate_prints_sizes_and_json():
     assert found["num_devices"] == 8
     held = sum(found[f"{part}_bytes"] for part in ("target", "drafter", "optimizer", "activation"))
     assert found["device_bytes"] == held + max(found["backward_bytes"], found["fused_bytes"])
+    slower = blockdraft("estimate", "qwen3-4b-dflash-bv", "runtime.peak_tflops=98.9", "--devices", "8", "--json")
+    assert json.loads(slower.out)["hours"] == pytest.approx(10 * found["hours"])
+    refused = blockdraft("estimate", "qwen3-4b-dflash-bv", "runtime.peak_tflops=0")
+    assert refused.code == 2
+    assert "runtime.peak_tflops" in refused.err
