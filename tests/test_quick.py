@@ -10,7 +10,7 @@ from rich.console import Console
 
 from blockdraft import demo, quick
 from blockdraft.cli import demo as verb
-from blockdraft.decoding import Generation, Round, generate
+from blockdraft.decoding import Generation, Round, RoundCosts, generate
 from blockdraft.drafters import SHIPPED, save_drafter
 from blockdraft.evaluation.candidates import MeasuredLengths
 from blockdraft.evaluation.results import Interval
@@ -18,6 +18,9 @@ from blockdraft.quick import NothingShippedError, QuickAnswer, answer_twice, bes
 
 from commands import blockdraft
 from tiny import tiny_drafter, tiny_target
+
+COSTS = RoundCosts((0.0, 1.0, 9.0, 9.0, 9.0), (1.0,) * 5, (0.0,) * 5)
+"""Of rounds that are worth one proposal."""
 
 
 @pytest.fixture
@@ -28,6 +31,7 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr("blockdraft.targets.load_target", lambda _: target)
     monkeypatch.setattr(quick, "quick_prompts", lambda _: ["w7 w8", "w9"])
     monkeypatch.setattr(verb.Show, "MAX_NEW_TOKENS", 12)
+    monkeypatch.setattr("blockdraft.decoding.round_costs", lambda *_: COSTS)
     monkeypatch.setitem(demo.SIZES, "pocket", SimpleNamespace(threads=None))
     return target, tmp_path / "drafter"
 
@@ -77,6 +81,8 @@ def test_answers_are_those_of_generate_and_their_speeds_are_pooled(tiny):
         for small, found in ((drafter, answer.drafted), (None, answer.alone)):
             assert found.tokens == generate(target, small, answer.prompt, max_new_tokens=9, seed=4 + number).tokens
     assert len(rounds) == sum(1 + len(each.drafted.rounds) for each in answers)
+    adaptive = answer_twice(target, drafter, ["w7 w8"], costs=COSTS, max_new_tokens=9, seed=4)
+    assert {len(each.drafted) for each in adaptive[0].drafted.rounds} == {1}
 
 
 def test_the_speed_up_is_that_of_all_tokens_over_all_seconds():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from blockdraft.decoding import Generation, Round, generate
+from blockdraft.decoding import AdaptiveProposals, Generation, Round, RoundCosts, generate
 from blockdraft.drafters import Drafter
 from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation.candidates import ShippedDrafter, shipped_drafters
@@ -84,6 +84,7 @@ def answer_twice(
     drafter: Drafter,
     prompts: Sequence[str],
     *,
+    costs: RoundCosts | None = None,
     draft_temperature: float | None = None,
     max_new_tokens: int = 128,
     seed: int = 0,
@@ -99,6 +100,7 @@ def answer_twice(
     Args:
         target, drafter: the models.
         prompts: user messages.
+        costs: of rounds on this machine; if given, the number of proposals adapts to each text.
         draft_temperature: of the drafter; the target's if not given.
         max_new_tokens: of each answer.
         seed: of the first answer; each further one has the next.
@@ -115,6 +117,7 @@ def answer_twice(
         drafted = generate(
             target, drafter, prompt, draft_temperature=draft_temperature, max_new_tokens=max_new_tokens,
             seed=seed + number, on_round=on_round,
+            num_proposals=None if costs is None else AdaptiveProposals(costs),
         )  # fmt: skip
         alone = generate(target, None, prompt, max_new_tokens=max_new_tokens, seed=seed + number)
         answers.append(QuickAnswer(prompt, drafted, alone))

@@ -111,6 +111,7 @@ class Show:
         """Load the models, answer the prompts, and return the answers."""
         import torch
 
+        from blockdraft.decoding import round_costs
         from blockdraft.demo import SIZES
         from blockdraft.drafters import load_drafter
         from blockdraft.quick import answer_twice, quick_prompts, speedup, tokens_per_call, tokens_per_second
@@ -122,9 +123,11 @@ class Show:
         self.target = load_target(target_name)
         drafter = load_drafter(drafter_name, self.target)
         num = drafter.config.num_proposals
-        self._legend(f"{drafter_name} proposes {num} tokens at a time, {target_name} verifies them in one call")
+        self._legend(f"{drafter_name} proposes up to {num} tokens at a time, {target_name} verifies them in one call")
+        prompts = quick_prompts(target_name)
+        costs = round_costs(self.target, drafter, prompts)
         answers = answer_twice(
-            self.target, drafter, quick_prompts(target_name), max_new_tokens=self.MAX_NEW_TOKENS,
+            self.target, drafter, prompts, costs=costs, max_new_tokens=self.MAX_NEW_TOKENS,
             on_prompt=self._prompt, on_round=lambda record: self.stream.show(record), on_answer=self._answer,
         )  # fmt: skip
         drafted, alone = [each.drafted for each in answers], [each.alone for each in answers]
