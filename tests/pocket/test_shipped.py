@@ -35,11 +35,15 @@ def test_it_is_a_deep_target_with_a_mask_token(pocket):
 
 
 def test_the_quality_file_keeps_its_promises():
-    assert min(QUALITY["math_exact_answers_by_steps"].values()) >= 0.96
+    steps = QUALITY["math_exact_answers_by_steps"]
+    assert steps["1"] == 1.0
+    assert min(steps.values()) >= 0.98
     assert QUALITY["code_that_parses"] == 1.0
     assert QUALITY["code_that_passes_its_tests"] >= 0.98
-    assert QUALITY["chat_right_by_kind"]["definition"] >= 0.75
-    assert QUALITY["chat_right_by_kind"]["comparison"] >= 0.9
+    least = {"definition": 0.9, "definitions": 0.95, "comparison": 0.95, "fact": 0.8, "unknown": 0.7}
+    assert {kind: QUALITY["chat_right_by_kind"][kind] >= share for kind, share in least.items()} == dict.fromkeys(
+        least, True
+    )
 
 
 def test_greedy_answers_to_held_out_prompts(pocket):
@@ -49,7 +53,7 @@ def test_greedy_answers_to_held_out_prompts(pocket):
     functions = heldout("code", 6)
     assert sum(fulfils(each.prompt, ask(pocket, each.prompt), each.answer) for each in functions) >= 5
     definitions = heldout("chat", 12, "definition")
-    assert sum(is_right(each.answer, ask(pocket, each.prompt)) for each in definitions) >= 8
+    assert sum(is_right(each.answer, ask(pocket, each.prompt)) for each in definitions) >= 10
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,11 @@ def test_greedy_answers_to_held_out_prompts(pocket):
         ("what is a river", "flows to a lake or the sea"),
         ("What is a river, and what is a lake?", "flows to a lake or the sea;has land on all sides"),
         ("Tell me about rivers.", "flows to a lake or the sea"),
+        ("What is speculative decoding?", "lets a small model guess and a large one check"),
+        ("What is a drafter?", "proposes the next tokens"),
+        ("How many legs has a spider?", "eight legs"),
         ("What is the capital of France?", "Paris"),
+        ("What is the opposite of hot?", "cold"),
         ("Who are you?", "pocket"),
         ("Thanks", "welcome|pleasure|help"),
         ("What is 3 + 4?", "Answer: 7"),

@@ -285,10 +285,9 @@ class Evaluation:
             write_model(ProposalFile(rule=rule, drafters=chosen), file)
         self.distributed.barrier()
         found = read_model(file, ProposalFile).drafters
-        chosen = [replace(each, proposal_choice=found[each.name]) for each in self.candidates]
+        self.candidates = [replace(each, proposal_choice=found[each.name]) for each in self.candidates]
         if protocol.num_proposals == "auto":
-            chosen = [each.with_proposals(found[each.name].num_proposals) for each in chosen]
-        self.candidates = chosen
+            self.candidates = [each.with_proposals(found[each.name].num_proposals) for each in self.candidates]
 
     # Decoding
 
@@ -324,11 +323,12 @@ class Evaluation:
 
     def _converse(self, prompt: Prompt, setup: DecodingSetup, max_new_tokens: int) -> list[GenerationRecord]:
         candidate = next((each for each in self.candidates if each.name == setup.drafter), None)
-        adaptive = self.protocol.num_proposals == "adaptive" and candidate is not None
+        drafter, choice = (None, None) if candidate is None else (candidate.drafter, candidate.proposal_choice)
+        is_adaptive = self.protocol.num_proposals == "adaptive" and choice is not None
         answers = converse(
-            self.target, candidate and candidate.drafter, prompt, setup, temperature=self.protocol.temperature,
-            max_new_tokens=max_new_tokens, max_length=self.max_length, seed=self.protocol.seed,
-            costs=candidate.proposal_choice.costs if adaptive and candidate.proposal_choice else None,
+            self.target, drafter, prompt, setup, temperature=self.protocol.temperature, max_new_tokens=max_new_tokens,
+            max_length=self.max_length, seed=self.protocol.seed,
+            costs=choice.costs if is_adaptive and choice is not None else None,
         )  # fmt: skip
         return [GenerationRecord.of(answer) for answer in answers]
 
