@@ -50,6 +50,8 @@ def names(page):
 def test_python_runs_as_it_stands(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    registered = importlib.import_module("blockdraft.losses.objective")
+    monkeypatch.setattr(registered, "_REGISTRY", dict(registered._REGISTRY))  # an example may register its own
     exec(compile(code, "<documentation>", "exec"), {"__name__": "__main__"})
 
 
