@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, StringConstraints, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from torch import Tensor
 
 from blockdraft.data import TextDataset, open_dataset
@@ -59,12 +68,23 @@ class RunTarget(BaseModel):
 
 
 class _LoggedStep(BaseModel):
-    """Holds a line of ``metrics.jsonl``: whatever was measured, by name, at one step."""
+    """Holds a line of ``metrics.jsonl``: whatever was measured, by name, at one step.
+
+    What was measured on held-out texts is a number, or one for each position of a block.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, float | str | list[float] | None]
 
     step: NonNegativeInt
     heldout_length_block: float | None = None
+
+    @model_validator(mode="after")
+    def _measured(self) -> "_LoggedStep":
+        for name, value in (self.__pydantic_extra__ or {}).items():
+            if name.startswith("heldout_") and isinstance(value, str):
+                raise ValueError(f"{name} is text")
+        return self
 
 
 class RunInfo(BaseModel):

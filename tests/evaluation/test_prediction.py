@@ -208,7 +208,7 @@ def test_damaged_predictions_are_named(tmp_path, content):
         Predictions([file], Protocol())
 
 
-def test_predictions_that_lack_numbers_are_named(tmp_path):
+def test_predictions_that_lack_numbers_are_named():
     settings = PredictionSettings(
         drafter="f00d",
         texts="cafe",
@@ -217,7 +217,10 @@ def test_predictions_that_lack_numbers_are_named(tmp_path):
         seed=0,
         draft_temperatures={"block": [0.0, 1.0]},
     )
-    text = PredictedText(prompt="one/a", rounds={"block": [(3.0, 8.0)]}, by_proposals={})
-    write_model(PredictionFile(settings=settings, texts=[text]), tmp_path / "p.json")
-    with pytest.raises(EvaluationError, match=r"p\.json is damaged: one/a lacks numbers"):
-        Predictions([tmp_path / "p.json"], Protocol())
+    few = PredictedText(prompt="one/a", rounds={"block": [(3.0, 8.0)]}, by_proposals={})
+    with pytest.raises(ValueError, match="one/a has not one prediction for each draft temperature"):
+        PredictionFile(settings=settings, texts=[few])
+    whole = {"block": [(3.0, 8.0), (2.5, 8.5)]}
+    texts = [PredictedText(prompt=f"one/{i}", rounds=whole, by_proposals={"block": [(1.0, 1.0)] * i}) for i in (2, 1)]
+    with pytest.raises(ValueError, match="one/1 has not as many proposals as one/2"):
+        PredictionFile(settings=settings, texts=texts)

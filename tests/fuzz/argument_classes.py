@@ -127,7 +127,7 @@ def devices(dice: random.Random, scale: int) -> Iterator[Case]:
         every = ("generate", "data regenerate", "data inspect", "evaluate")
         for verb in every if scale > 2 else (dice.choice(every),):
             yield command(verb, "--device", value, says="device" if value.strip() else "")
-        yield command("train", f"runtime.device={value or repr(value)}")
+        yield command("train", f"runtime.device={value if value.strip() else repr(value)}")  # a blank is null
 
 
 VALUES = (

@@ -122,7 +122,7 @@ def files() -> list[File]:
         File(f"{BEGUN}/checksums.json", (RESUME,)),
         File("data/manifest.json", (INSPECT, ESTIMATE, TRAIN, DATA)),
         File("data/shard-00000.parquet", (INSPECT, TRAIN, DATA)),
-        File("features/features.json", (CACHED,)),
+        File("features/features.json", (CACHED,), optional=True),  # without it the cache is built again
         File("features/features-00000.npy", (CACHED,)),
         File("begun-evaluation/plan.json", (EVALUATION,)),
         File(f"{texts}/manifest.json", (EVALUATION,)),

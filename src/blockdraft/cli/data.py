@@ -75,6 +75,8 @@ def prompts(
 
     if heldout_out is not None and not heldout:
         raise typer.BadParameter("nothing is held out; say how many with --heldout", param_hint="--heldout-out")
+    if not out.name:
+        raise typer.BadParameter("name a file to write", param_hint="--out")
     heldout_out = heldout_out or out.with_name(f"{out.stem}.heldout.jsonl")
     _check_paths(source, out, heldout_out)
     limits = Limits(min_chars, max_chars, min_turns, max_turns)

@@ -45,6 +45,7 @@ def validate_recipes(recipes: RECIPES, as_json: AsJson = False) -> None:
 
     The exit code is 2 if one of them is wrong.
     """
+    from blockdraft.cli.app import one_line
     from blockdraft.errors import BlockdraftError
     from blockdraft.recipes import load_recipe
 
@@ -59,7 +60,7 @@ def validate_recipes(recipes: RECIPES, as_json: AsJson = False) -> None:
         print_json([{"recipe": name, "valid": why is None, "error": why} for name, why in errors.items()])
     for name, why in errors.items():
         if why is not None:
-            print(f"error: {why}", file=sys.stderr)
+            print(f"error: {one_line(why)}", file=sys.stderr)
         elif not as_json:
             print(f"{name}: valid")
     if any(errors.values()):

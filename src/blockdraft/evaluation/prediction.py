@@ -18,6 +18,7 @@ The probability of keeping at least i tokens asks for the first i proposals only
 b of them, give the rounds of blocks that are cut to b proposals, for every b up to B at once.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import model_validator
 from torch import Tensor
 
 from blockdraft.data import Batch, Completion, Features, OnlineFeatures, TextAnchors, TextDataset, collate
@@ -301,6 +303,19 @@ class PredictionFile(Strict):
     settings: PredictionSettings
     texts: list[PredictedText]
 
+    @model_validator(mode="after")
+    def _complete(self) -> "PredictionFile":
+        lengths = {rule: len(values) for rule, values in self.settings.draft_temperatures.items()}
+        for text in self.texts:
+            if {rule: len(values) for rule, values in text.rounds.items()} != lengths:
+                raise ValueError(f"{text.prompt} has not one prediction for each draft temperature")
+            first = self.texts[0].by_proposals
+            if [(rule, len(x)) for rule, x in text.by_proposals.items()] != [
+                (rule, len(x)) for rule, x in first.items()
+            ]:
+                raise ValueError(f"{text.prompt} has not as many proposals as {self.texts[0].prompt}")
+        return self
+
     @classmethod
     def make(
         cls,
@@ -328,7 +343,7 @@ class PredictionFile(Strict):
     @classmethod
     def is_made(cls, file: Path, settings: PredictionSettings) -> bool:
         """Return whether a file holds the predictions that these settings ask for."""
-        return file.exists() and read_model(file, cls).settings == settings
+        return os.path.lexists(file) and read_model(file, cls).settings == settings
 
 
 def _pairs(rounds: Sequence[Rounds]) -> list[tuple[float, float]]:
@@ -346,9 +361,7 @@ class Predictions:
             made = read_model(file, PredictionFile)
             for text in made.texts:
                 for rule, values in text.rounds.items():
-                    given = made.settings.draft_temperatures.get(rule, [])
-                    if len(given) != len(values):
-                        raise EvaluationError(f"{file} is damaged: {text.prompt} lacks numbers; delete the file")
+                    given = made.settings.draft_temperatures[rule]
                     for draft_temperature, (num, tokens) in zip(given, values, strict=True):
                         key = (text.prompt, rule, draft_temperature)
                         self._sums[key] = self._sums.get(key, Rounds(0.0, 0.0)) + Rounds(num, tokens)

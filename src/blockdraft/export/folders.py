@@ -339,7 +339,10 @@ def export_target(target: Target, folder: str | Path, *, force: bool = False) ->
     with replacing(folder, TARGET_FILES, force=force) as unfinished:
         with naming_write_errors(folder):
             target.model.save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
+            try:
+                tokenizer.save_pretrained(unfinished)
+            except UnicodeEncodeError as error:
+                raise CheckpointError(f"{target.name}: its tokenizer's files hold text that is not Unicode") from error
         _rewrite(unfinished / "config.json", readable_config)
         _rewrite(unfinished / "tokenizer_config.json", readable_tokenizer)
         licence, dtype = licence_of(target), str(target.dtype).removeprefix("torch.")

@@ -46,7 +46,10 @@ class DrafterSection(Section):
     num_layers: int = Field(5, ge=1, description="decoder layers")
     num_proposals: int = Field(15, ge=1, description="B, the tokens proposed per block; the anchor is not counted")
     num_features: int | None = Field(
-        None, ge=1, description="target layers whose outputs the drafter reads; null is five, or what the target has"
+        None,
+        ge=1,
+        le=1024,
+        description="target layers whose outputs the drafter reads; null is five, or what the target has",
     )
     vocab_size: int | float | None = Field(
         None,
