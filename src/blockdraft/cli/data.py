@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 ENGINES = ("local", "server")
 
 
+MOST_OF_POCKET = 1_000_000
+"""Prompts that may be asked of pocket's generator, which would never end."""
+
+
 def prompts(
     source: Annotated[
         str,
@@ -81,6 +85,10 @@ def prompts(
     _check_paths(source, out, heldout_out)
     limits = Limits(min_chars, max_chars, min_turns, max_turns)
     if source == POCKET_SOURCE:
+        if (num or 0) + heldout > MOST_OF_POCKET:
+            raise typer.BadParameter(
+                f"pocket's generator repeats itself; ask for at most {MOST_OF_POCKET:,} prompts", param_hint="--num"
+            )
         if num is None:
             raise typer.BadParameter("pocket's generator never ends; say how many prompts to keep", param_hint="--num")
         if split is not None:
