@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on a CPU: operators are recorded with their tensors, and replayed into the same memory.
+"""Imitate CUDA graphs on a CPU: operators are recorded with their tensors and replayed into the same memory.
 
 Python runs once, while a phase is recorded. Whatever a phase asks of Python later, a number of the host's or a tensor
 that takes another's place, a replay does not see, and its results are as wrong as a CUDA graph's would be.

@@ -17,7 +17,7 @@ from blockdraft.decoding import (
     generate,
     measure_costs,
 )
-from blockdraft.decoding.costs import costs_file, measure_lengths, remembered
+from blockdraft.decoding.costs import costs_file, measure_lengths, round_costs
 from blockdraft.decoding.proposals import lengths_of, tokens_per_second
 from blockdraft.verification import law
 
@@ -97,12 +97,13 @@ def test_costs_are_remembered_per_models_and_machine(target, tmp_path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     drafter, asked = tiny_drafter("dflash", target), []
 
-    def measure():
+    def measure(*_, **__):
         asked.append(1)
         return costs(1, 2, 3, 4, 5)
 
+    monkeypatch.setattr("blockdraft.decoding.costs.measure_costs", measure)
     for _ in range(2):
-        assert remembered(target, drafter, "block", measure) == costs(1, 2, 3, 4, 5)
+        assert round_costs(target, drafter, [[7]]) == costs(1, 2, 3, 4, 5)
     assert len(asked) == 1
     others = [
         costs_file(target, drafter, "token"),
@@ -175,6 +176,8 @@ def test_adaptive_proposals_need_a_drafter_that_can_make_them(target):
         generate(target, None, [7], num_proposals=Script(1))
     with pytest.raises(DecodingError, match="between 1 and 3, which this drafter was trained for; it is 4"):
         generate(target, tiny_drafter("dflash", target).with_proposals(3), [7], num_proposals=Script(1))
+    with pytest.raises(DecodingError, match="not recorded as CUDA graphs"):
+        generate(target, tiny_drafter("dflash", target), [7], num_proposals=Script(1), cuda_graphs=True)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

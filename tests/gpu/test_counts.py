@@ -1,4 +1,4 @@
-"""What a training step and a decoding round do to a GPU, counted at full size against budgets that may only shrink.
+"""Training steps and decoding rounds, counted on a fake GPU at full size, stay within budgets that may only shrink.
 
 The counting runs in a process of its own (`counting.py`); here are the numbers that it must not exceed.
 """

@@ -12,7 +12,8 @@ from typer.core import TyperCommand, TyperGroup
 from blockdraft import __version__
 from blockdraft.cli.data import inspect, prompts, regenerate
 from blockdraft.cli.demo import demo
-from blockdraft.cli.drafters import doctor, list_drafters
+from blockdraft.cli.doctor import doctor
+from blockdraft.cli.drafters import list_drafters
 from blockdraft.cli.evaluate import evaluate, report
 from blockdraft.cli.export import export, export_target
 from blockdraft.cli.generate import generate

@@ -94,7 +94,7 @@ def generate(
     """
     from rich.console import Console
 
-    from blockdraft.decoding import AdaptiveProposals, prompt_ids
+    from blockdraft.decoding import AdaptiveProposals, prompt_ids, round_costs
     from blockdraft.decoding import generate as decode
     from blockdraft.drafters import load_drafter
     from blockdraft.targets import load_target
@@ -113,11 +113,13 @@ def generate(
     results = {}
     costs: RoundCosts | None = None
     if small is not None and asked is not None:
-        about = (prompt_ids(model, prompt, raw=raw), cast("Rule", rules[-1]), temperature, draft_temperature)
+        read, last = prompt_ids(model, prompt, raw=raw), cast("Rule", rules[-1])
+        settings: dict[str, Any] = {"rule": last, "temperature": temperature, "draft_temperature": draft_temperature}
         if asked == "adaptive":
-            costs = _costs(model, small, *about)
+            costs = round_costs(model, small, [read], **settings)
         else:
-            small = small.with_proposals(_best_number(model, small, str(drafter), *about) if asked == "auto" else asked)
+            best = _best_number(model, small, str(drafter), read, **settings) if asked == "auto" else asked
+            small = small.with_proposals(best)
     for name in rules:
         stream = Stream(model, console, max_new_tokens, silent=as_json)
         out = decode(
@@ -131,22 +133,6 @@ def generate(
         results[name] = as_dict(out) | {"num_proposals": number}
     if as_json:
         print_json(results)
-
-
-def _costs(
-    target: "Target",
-    drafter: "Drafter",
-    prompt: list[int],
-    rule: "Rule",
-    temperature: float | None,
-    draft_temperature: float | None,
-) -> "RoundCosts":
-    """Return what rounds cost on this machine, measured on this prompt if that is not known yet."""
-    from blockdraft.decoding import round_costs
-
-    return round_costs(
-        target, drafter, [prompt], rule=rule, temperature=temperature, draft_temperature=draft_temperature
-    )
 
 
 def _best_number(

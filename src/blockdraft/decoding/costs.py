@@ -1,11 +1,11 @@
-"""What rounds of decoding cost and yield, by the number of proposals: measured on this machine, and remembered."""
+"""Measure what rounds of decoding cost and yield on this machine, by the number of proposals, and remember it."""
 
 import hashlib
 import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -132,7 +132,6 @@ def choose_num_proposals(
         lengths: predicted tokens per round of 1, .. B proposals; estimated on the prompts if not given.
         costs: of the rounds; if not given, those measured earlier on this machine, or measured now and kept.
     """
-
     settings: dict[str, Any] = {"rule": rule, "temperature": temperature, "draft_temperature": draft_temperature}
     if costs is None:
         costs = round_costs(target, drafter, prompts, **settings)
@@ -150,17 +149,6 @@ def round_costs(
     temperature: float | None = None,
     draft_temperature: float | None = None,
 ) -> RoundCosts:
-    """Return the costs that were measured earlier for such models on this machine; else measure, and keep them."""
-
-    def measure() -> RoundCosts:
-        return measure_costs(
-            target, drafter, prompts, rule=rule, temperature=temperature, draft_temperature=draft_temperature
-        )
-
-    return remembered(target, drafter, rule, measure)
-
-
-def remembered(target: Target, drafter: Drafter, rule: Rule, measure: Callable[[], RoundCosts]) -> RoundCosts:
     """Return the costs that were measured earlier for such models on this machine; else measure, and keep them.
 
     They are kept in ``~/.cache/blockdraft/costs`` (or below ``XDG_CACHE_HOME``); delete the file to measure again.
@@ -170,7 +158,9 @@ def remembered(target: Target, drafter: Drafter, rule: Rule, measure: Callable[[
         found = RoundCosts(**{phase: tuple(map(float, each)) for phase, each in json.loads(file.read_text()).items()})
         if found.num_proposals == drafter.config.num_proposals:
             return found
-    costs = measure()
+    costs = measure_costs(
+        target, drafter, prompts, rule=rule, temperature=temperature, draft_temperature=draft_temperature
+    )
     with suppress(OSError):  # a home that cannot be written to costs a measurement each time, no more
         write_json(asdict(costs), file)
     return costs

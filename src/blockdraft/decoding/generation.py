@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from blockdraft.decoding.graphs import rounds_for
 from blockdraft.decoding.proposals import AdaptiveProposals
 from blockdraft.decoding.request import (
+    DecodingError,
     PromptLike,
     check_num_proposals,
     check_room,
@@ -142,6 +143,8 @@ def generate(
     check_room(target, drafter, len(ids), max_new_tokens)
     check_num_proposals(drafter, num_proposals)
     policy, number = (num_proposals, None) if isinstance(num_proposals, AdaptiveProposals) else (None, num_proposals)
+    if policy is not None and cuda_graphs:
+        raise DecodingError("rounds of an adaptive number of proposals are not recorded as CUDA graphs; leave one out")
     plan = Plan(rule, sampling, draft_temperature, number)
     capacity = len(ids) + max_new_tokens + 1 + (drafter.config.num_proposals if drafter is not None else 0)
     graphs = False if policy is not None else cuda_graphs

@@ -324,11 +324,10 @@ class Evaluation:
     def _converse(self, prompt: Prompt, setup: DecodingSetup, max_new_tokens: int) -> list[GenerationRecord]:
         candidate = next((each for each in self.candidates if each.name == setup.drafter), None)
         drafter, choice = (None, None) if candidate is None else (candidate.drafter, candidate.proposal_choice)
-        is_adaptive = self.protocol.num_proposals == "adaptive" and choice is not None
         answers = converse(
             self.target, drafter, prompt, setup, temperature=self.protocol.temperature, max_new_tokens=max_new_tokens,
             max_length=self.max_length, seed=self.protocol.seed,
-            costs=choice.costs if is_adaptive and choice is not None else None,
+            costs=choice.costs if choice is not None and self.protocol.num_proposals == "adaptive" else None,
         )  # fmt: skip
         return [GenerationRecord.of(answer) for answer in answers]
 

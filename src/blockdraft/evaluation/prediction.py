@@ -305,14 +305,10 @@ class PredictionFile(Strict):
 
     @model_validator(mode="after")
     def _complete(self) -> "PredictionFile":
-        lengths = {rule: len(values) for rule, values in self.settings.draft_temperatures.items()}
         for text in self.texts:
-            if {rule: len(values) for rule, values in text.rounds.items()} != lengths:
+            if _sizes(text.rounds) != _sizes(self.settings.draft_temperatures):
                 raise ValueError(f"{text.prompt} has not one prediction for each draft temperature")
-            first = self.texts[0].by_proposals
-            if [(rule, len(x)) for rule, x in text.by_proposals.items()] != [
-                (rule, len(x)) for rule, x in first.items()
-            ]:
+            if _sizes(text.by_proposals) != _sizes(self.texts[0].by_proposals):
                 raise ValueError(f"{text.prompt} has not as many proposals as {self.texts[0].prompt}")
         return self
 
@@ -344,6 +340,10 @@ class PredictionFile(Strict):
     def is_made(cls, file: Path, settings: PredictionSettings) -> bool:
         """Return whether a file holds the predictions that these settings ask for."""
         return os.path.lexists(file) and read_model(file, cls).settings == settings
+
+
+def _sizes(values: Mapping[Rule, Sequence[object]]) -> dict[Rule, int]:
+    return {rule: len(each) for rule, each in values.items()}
 
 
 def _pairs(rounds: Sequence[Rounds]) -> list[tuple[float, float]]:

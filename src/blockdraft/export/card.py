@@ -1,4 +1,4 @@
-"""What is told of an exported drafter: what engines do with it, and the model card.
+"""Say what engines do with an exported drafter, and write its model card.
 
 What engines do was read from the released packages: vLLM 0.32.0, SGLang 0.5.23, transformers 5.22. The defaults of
 both servers throw away what block verification gains, so every command here states its settings. The card holds what

@@ -57,7 +57,7 @@ class StudyEvaluation(Section):
 
 
 class StudyHardware(Section):
-    """What the hours and the memory of the plan assume; it changes nothing in what is run."""
+    """Says what hardware the plan's hours and memory assume; nothing that is run depends on it."""
 
     devices: int = Field(8, ge=1, description="devices that train a cell together")
     tflops: float = Field(989.0, gt=0, description="peak rate of a device in TFLOP/s")

@@ -95,7 +95,7 @@ class Target:
         self._decoder: Decoder | None = None
         self._decoder_key: object = None
         self.kept: dict[Hashable, Any] = {}
-        """What decoding keeps from text to text: CUDA graphs."""
+        """CUDA graphs that decoding keeps from text to text."""
         self._refuse_unfaithful()
 
     @property

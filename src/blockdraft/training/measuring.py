@@ -1,4 +1,4 @@
-"""What is measured while training goes on, and where it is written.
+"""Measure a run while it trains, and write the metrics where trackers find them.
 
 Measured are expected accepted lengths, real decoding, and how fast it goes. Metrics go to ``metrics.jsonl`` always,
 and to TensorBoard, Weights & Biases or trackio if asked.

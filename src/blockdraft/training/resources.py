@@ -1,4 +1,4 @@
-"""What a run will take, counted before it is launched, and what a device offers.
+"""Count what a run will take before it is launched, and what a device offers.
 
 Weights, optimizer and files are counted exactly. Activations, the backward
 pass's working set and the objective's buffers are sums over the tensors that
