@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from blockdraft.data import Prompt, write_prompts
 from blockdraft.drafters import save_drafter
 
 from commands import blockdraft
@@ -59,6 +60,26 @@ def test_measured_on_texts_of_the_spot_and_of_a_data_folder(folders):
 
 
 @pytest.mark.slow
+def test_measured_on_answers_to_prompts_of_a_file(folders, monkeypatch):
+    asked = []
+    render = type(target()).render
+    monkeypatch.setattr(
+        type(target()), "render", lambda self, messages: asked.append(messages) or render(self, messages)
+    )
+    write_prompts({folders / "prompts.jsonl": [Prompt("a", ("w5 w6", "w7")), Prompt("b", ("w8",))]})
+    sizes = ("--texts", 2, "--max-new-tokens", 8, "--json")
+    ended = blockdraft("doctor", "good", "--target", "./target", "--prompts", "prompts.jsonl", *sizes, cwd=folders)
+    assert ended.code == 0
+    assert {messages[0]["content"] for messages in asked} == {"w5 w6", "w8"}
+
+
+def test_a_shipped_drafter_names_its_own_target():
+    ended = blockdraft("doctor", "pocket-dflash-ce", "--no-measure", "--strict")
+    assert ended.code == 0
+    assert "pocket-dflash-ce: nothing is wrong" in ended.out
+
+
+@pytest.mark.slow
 def test_a_run_names_its_own_target(folders, tmp_path):
     train(folders / "data", tmp_path / "run", "optimizer.max_steps=1", "data.num_heldout=2")
     ended = blockdraft("doctor", tmp_path / "run", "--no-measure")
@@ -75,6 +96,8 @@ def test_a_run_names_its_own_target(folders, tmp_path):
         (["good", "--target", "./nowhere"], "no such folder"),
         (["good", "--target", "./target", "--data", "nowhere"], "nowhere"),
         (["good", "--target", "./target", "--texts", "1"], "--texts"),
+        (["good", "--target", "./target", "--prompts", "nowhere"], "nowhere"),
+        (["good", "--target", "./target", "--data", "data", "--prompts", "prompts.jsonl"], "give one of the two"),
     ],
 )
 def test_mistakes(folders, arguments, message):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from blockdraft.data import TextDataset, check_sampling
-from blockdraft.doctor import examine
-from blockdraft.doctor.examination import sample_texts
-from blockdraft.doctor.readings import CausalAttention, Clinic, Reading
+from blockdraft.doctor import Measured, examine
+from blockdraft.doctor.examination import PROMPTS, questions, sample_texts
+from blockdraft.doctor.folder import Folder
+from blockdraft.doctor.readings import CausalAttention, Clinic, Reading, reading_findings
 from blockdraft.drafters import Anchors, ReferenceAttention
 from blockdraft.evaluation.prediction import Predictor
 
@@ -128,6 +129,50 @@ def test_a_template_that_thinks(tmp_path, data):
     found = examine(folder, model, prompts=["w5 w6", "w6 w7"], num_texts=2, max_new_tokens=12)
     (line,) = found.of("thinking")
     assert re.search(r"tokens per call without thinking, [\d.]+ with it", line.found)
+
+
+@pytest.mark.parametrize(
+    ("length", "saving", "level", "found"),
+    [
+        (2.45, -9.0, "ok", "2.45$"),
+        (2.49, -1.2, "ok", "too close to tell apart"),
+        (2.56, 2.5, "ok", "too close to tell apart"),
+        (2.56, 3.5, "warning", "2.56, a little more, and clearly so"),
+        (2.505, 9.0, "ok", "too close to tell apart"),  # as good as equal, however clearly
+    ],
+)
+def test_how_far_readings_are_apart_is_said(tmp_path, length, saving, level, found):
+    folder = Folder(patient(tmp_path / "p", tiny_drafter("dflash", target(), num_layers=1), zlab))
+    given = Measured("layer ids", "[1, 3], as given", [1, 3], 2.5, 0.0, given=True, fits=True)
+    other = Measured("layer ids", "[2, 4], one layer later", [2, 4], length, saving, given=False, fits=False)
+    (line,) = reading_findings(folder, [given, other])
+    assert line.level == level
+    assert re.search(found, line.found), line
+    assert ("target_layer_ids to [2, 4]" in line.advice) == (level == "warning")
+    (line,) = reading_findings(folder, [given, other], drafts=False)
+    assert line.level == "ok"  # of a drafter that drafts nothing, no reading is better by little
+
+
+def test_savings_are_paired_differences_in_standard_errors():
+    """Recomputed from the rounds; a reading saves nothing against itself, and as much as the other one loses."""
+    model, drafter = target(), tiny_drafter("dflash", target(), num_layers=1)
+    texts = sample_texts(model, [[7, 8], [9, 10, 11], [12]], 20, seed=1)
+    clinic = Clinic(model, dict(drafter.state_dict()), None, texts, max_new_tokens=10)
+    one, other = Reading(drafter.config), Reading(drafter.config, foreign=True)
+    saved = torch.tensor([b.num - a.num for a, b in zip(clinic.rounds(one), clinic.rounds(other), strict=True)])
+    expected = float(saved.double().mean() / (saved.double().std() / 3**0.5))
+    assert clinic.saving(one, other) == pytest.approx(expected, rel=1e-5)
+    assert clinic.saving(other, one) == pytest.approx(-expected, rel=1e-5)
+    assert clinic.saving(one, one) == 0.0
+
+
+def test_pocket_is_asked_what_it_knows():
+    model = tiny_target(dtype=torch.float32)
+    assert questions(model, 4) is PROMPTS
+    model.name = "pocket"
+    asked = questions(model, 7)
+    assert len(set(asked)) == 7
+    assert not set(asked) & set(PROMPTS)
 
 
 def test_lengths_are_those_of_the_predictor():

@@ -15,10 +15,10 @@ from tiny import FAMILIES, overfit, tiny_drafter, tiny_target
 PROMPT = [7, 8, 9, 21]
 
 
-@pytest.fixture(scope="module")
-def pocket():
-    """Pocket, a prompt, and a drafter that knows its greedy answer by heart."""
-    target = load_target("pocket")
+@pytest.fixture(scope="module", params=["pocket", pytest.param("smollm2", marks=pytest.mark.slow)])
+def embedded(request):
+    """An embedded target, a prompt, and a drafter that knows its greedy answer by heart."""
+    target = load_target(request.param)
     prompt = target.render([{"role": "user", "content": "What is a river?"}])
     answer = generate(target, None, prompt, rule="greedy", max_new_tokens=24).tokens
     drafter = tiny_drafter("dflash", target)
@@ -51,8 +51,8 @@ def test_greedy_text_and_rounds_are_ours(family):
     assert num_rounds == len(ours.rounds) < 16  # so some proposals were accepted
 
 
-def test_greedy_text_of_pocket(pocket):
-    target, drafter, prompt = pocket
+def test_greedy_text_of_embedded_targets(embedded):
+    target, drafter, prompt = embedded
     ours = generate(target, drafter, prompt, rule="greedy", max_new_tokens=24)
     tokens, num_rounds = decode(target, drafter, prompt, 24, do_sample=False)
     assert tokens == ours.tokens
@@ -80,9 +80,9 @@ def test_its_hidden_states_are_those_we_draft_from(family, monkeypatch):
         torch.testing.assert_close(probs, drafter.propose(cache, text[-1], target, 1.0).probs, atol=1e-5, rtol=1e-4)
 
 
-def test_sampled_blocks_are_accepted_as_under_our_token_rule(pocket, monkeypatch):
+def test_sampled_blocks_are_accepted_as_under_our_token_rule(embedded, monkeypatch):
     """Accepted tokens of all rounds against their exact expectation given p, q and the drafted tokens."""
-    target, drafter, prompt = pocket
+    target, drafter, prompt = embedded
     total, expected, variance = 0.0, 0.0, 0.0
 
     def watch(candidates, logits, length, target_logits, *others, original=generation._speculative_sampling, **options):

@@ -7,9 +7,12 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
-from blockdraft.drafters import load_drafter, save_drafter
+from blockdraft.data import Prompt
+from blockdraft.drafters import find_drafter, load_drafter, save_drafter
+from blockdraft.evaluation import Evaluation, EvaluationError, Protocol, Task, load_candidates, read_profile
 from blockdraft.export import RunFacts, export_drafter, run_facts
 from blockdraft.export.card import licence_of
+from blockdraft.export.measured import evaluated
 from blockdraft.targets import fingerprint, load_target
 
 from runs import make_data, target, train
@@ -58,6 +61,45 @@ def test_measured_lengths_are_of_this_very_step(run, tmp_path):
     (tmp_path / "run.json").write_text((run / "run" / "run.json").read_text())
     assert run_facts(bare).measured is None
     assert "Accepted lengths: not recorded." in card(bare, tmp_path / "out")
+
+
+def test_the_card_holds_the_acceptance_profile_of_an_evaluation(run, tmp_path):
+    model, checkpoint = target(), run / "run" / "best"
+    tasks = [
+        Task(name, name.title(), "chat", "here", [Prompt(f"{name}{i}", (f"w{7 + i} w9",)) for i in range(num)])
+        for name, num in (("one", 3), ("two", 1))
+    ]
+    protocol = Protocol(max_new_tokens=10, num_bootstrap=20, num_traces=0, dynamics_texts=0, draft_temperatures=())
+    Evaluation(model, load_candidates([f"it={checkpoint}"], model), tasks, protocol, tmp_path / "evaluation").run()
+    drafter = load_drafter(checkpoint, model)
+    facts = RunFacts(evaluation=evaluated(tmp_path / "evaluation", drafter))
+    export_drafter(drafter, model, tmp_path / "out", "flat", facts=facts)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "By decoding 3 prompts of One, 1 prompts of Two" in text
+    assert "Macro is the mean over the tasks" in text
+    entries = read_profile(tmp_path / "evaluation").entries
+    assert {each.rule for each in entries} == {"greedy", "token", "block"}
+    for each in entries:
+        lengths = f"| {each.macro.acceptance_length:.2f} | {each.micro.acceptance_length:.2f} | {each.num_rounds} |"
+        assert lengths in text
+        marginal = " | ".join(f"{value:.2f}" for value in each.micro.marginal)
+        assert f"| marginal | {marginal} |" in text
+    rows = [line for line in text.splitlines() if "| conditional |" in line]
+    assert len(rows) == len(entries)
+    other = tiny_drafter(drafter.config.kind, model)
+    with pytest.raises(EvaluationError, match=r"no drafter with these weights.*it has it"):
+        evaluated(tmp_path / "evaluation", other)
+
+
+def test_a_shipped_drafters_card_says_what_is_recorded_of_it(tmp_path):
+    model, folder = load_target("pocket"), find_drafter("pocket-dflash-bv")
+    assert run_facts(folder).target == "pocket"
+    text = card(folder, tmp_path / "out", model=model)
+    record = json.loads((folder / "drafter.json").read_text())
+    assert f"| objective | {record['label']} |" in text
+    assert record["commands"][-1] in text
+    assert "| block | 1 (paper) |" in text
+    assert "blockdraft export-target pocket --out pocket" in text  # no hub knows it by this name
 
 
 def test_a_drafter_without_a_run_says_so(tmp_path):

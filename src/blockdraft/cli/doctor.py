@@ -15,14 +15,17 @@ STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 
 def doctor(
     drafter: Annotated[
-        str, typer.Argument(metavar="DRAFTER", help="The drafter: its folder, a run's folder, or a Hugging Face id.")
+        str,
+        typer.Argument(
+            metavar="DRAFTER", help="The drafter: a shipped name, its folder, a run's folder, or a Hugging Face id."
+        ),
     ],
     target: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
             help="The target it should draft for: pocket, smollm2, a Hugging Face id or a folder.",
-            show_default="the one of the run that the drafter lies in",
+            show_default="the one of the run that the drafter lies in, or of a shipped drafter",
         ),
     ] = None,
     data: Annotated[
@@ -31,6 +34,14 @@ def doctor(
             metavar="FOLDER",
             help="A data folder of the target, to check and to measure on.",
             show_default="texts are sampled on the spot",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts that the target answers, to measure on: JSON lines, as data prompts writes them.",
+            show_default="a few questions, and for pocket its own held-out prompts",
         ),
     ] = None,
     texts: Annotated[int, typer.Option(metavar="N", min=2, help="How many texts to measure on.")] = 8,
@@ -51,18 +62,23 @@ def doctor(
     It reads folders of blockdraft, z-lab, DeepSpec and speculators, checks all that is known to go wrong without an
     error, and measures predicted tokens per call under the plausible readings of each ambiguous field.
     """
+    from blockdraft.data import read_prompts
     from blockdraft.doctor import examine
     from blockdraft.drafters import CheckpointError, find_drafter
     from blockdraft.export import run_facts
     from blockdraft.targets import load_target
 
+    if data is not None and prompts is not None:
+        raise typer.BadParameter("the texts of --data are there already; give one of the two", param_hint="--prompts")
+    asked = None if prompts is None else [each.turns[0] for each in read_prompts(prompts)]
     name = target or run_facts(find_drafter(drafter)).target
     if name is None:
         raise typer.BadParameter("the drafter's folder does not say which target it is for", param_hint="--target")
     model = load_target(name, device=device, dtype=precision(dtype))
     found = examine(
-        drafter, model, data=data, num_texts=texts, max_new_tokens=max_new_tokens, seed=seed, measure=measure
-    )
+        drafter, model, data=data, prompts=asked, num_texts=texts, max_new_tokens=max_new_tokens, seed=seed,
+        measure=measure,
+    )  # fmt: skip
     if as_json:
         print_json(found.to_dict())
     else:

@@ -1,7 +1,7 @@
 """``blockdraft export`` and ``blockdraft export-target``."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
@@ -53,6 +53,13 @@ def export(
         str | None,
         typer.Option(help="The name or path under which the engine finds the target.", show_default="that of --target"),
     ] = None,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder of an evaluation of this drafter, whose lengths and acceptance by position go into the "
+            "model card."
+        ),
+    ] = None,
     dtype: Dtype = None,
     force: Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written and all notes as JSON.")] = False,
@@ -62,15 +69,17 @@ def export(
     Afterwards it says what each engine does with the drafter, and which command serves it.
     """
     if check is not None:
-        if flavour is not None or out is not None:
-            raise typer.BadParameter("a check writes nothing, so it takes no --format or --out", param_hint="--check")
+        if flavour is not None or out is not None or evaluation is not None:
+            message = "a check writes nothing, so it takes no --format, --out or --evaluation"
+            raise typer.BadParameter(message, param_hint="--check")
         _check(check, checkpoint, target, as_json)
         return
     from blockdraft.drafters import find_drafter, load_drafter
     from blockdraft.drafters.checkpoint import load_config, load_json, stored_dtype
     from blockdraft.drafters.formats import FORMATS
     from blockdraft.export import check_export, engine_notes, export_drafter, original_format, run_facts
-    from blockdraft.export.card import STATE_SAMPLING
+    from blockdraft.export.card import STATE_SAMPLING, embedded_note
+    from blockdraft.export.measured import evaluated
 
     if checkpoint is None or out is None:
         raise typer.BadParameter("say which DRAFTER to write and where with --out, or check an export with --check")
@@ -82,21 +91,22 @@ def export(
     if flavour is None:
         raise typer.BadParameter(f"say which: {' or '.join(FORMATS)}", param_hint="--format")
     load_json(folder)  # what is no drafter is refused before a target is loaded
-    model = _target(target or facts.target or _shipped_target(folder))
+    model = _target(target or facts.target)
     load_config(folder, model.num_layers)
     drafter = load_drafter(folder, model, dtype=stored_dtype(folder))
+    if evaluation is not None:
+        facts = replace(facts, evaluation=evaluated(evaluation, drafter))
     done = export_drafter(drafter, model, out, flavour, dtype=chosen, verifier=verifier, facts=facts, force=force)
     checked = check_export(out, target=model, checkpoint=folder)
-    notes = engine_notes(drafter.config, flavour, done.verifier, str(out))
+    notes, embedded = engine_notes(drafter.config, flavour, done.verifier, str(out)), embedded_note(done.verifier)
     if as_json:
         written = asdict(done) | {"folder": str(out), "checked": checked.lines}
-        print(
-            json.dumps(
-                {"export": written, "engines": [asdict(each) for each in notes], "note": STATE_SAMPLING}, indent=2
-            )
-        )
+        said = {"target": embedded, "engines": [asdict(each) for each in notes], "note": STATE_SAMPLING}
+        print(json.dumps({"export": written} | said, indent=2))
         return
     print(f"{out}: {flavour}, {done.num_tensors} tensors of {done.dtype}, {done.num_bytes / 2**20:,.1f} MiB; checked")
+    if embedded is not None:
+        print(f"\n{embedded}")
     for note in notes:
         print(f"\n{_in_words(note)}")
     print(f"\n{STATE_SAMPLING}")
@@ -126,7 +136,7 @@ def _check(folder: Path, checkpoint: str | None, target: str | None, as_json: bo
     from blockdraft.export import check_export, run_facts
 
     original = None if checkpoint is None else find_drafter(checkpoint)
-    name = target or (None if original is None else run_facts(original).target or _shipped_target(original))
+    name = target or (None if original is None else run_facts(original).target)
     model = _target(name) if name is not None or original is not None else None
     checked = check_export(folder, target=model, checkpoint=original)
     if as_json:
@@ -135,14 +145,6 @@ def _check(folder: Path, checkpoint: str | None, target: str | None, as_json: bo
     print(f"{folder}: {checked.flavour}, as it must be")
     for line in checked.lines:
         print(f"  {line}")
-
-
-def _shipped_target(folder: Path) -> str | None:
-    """Return the target of a drafter that comes with the package; None for any other folder."""
-    from blockdraft.evaluation.candidates import shipped_record
-
-    record = shipped_record(folder)
-    return None if record is None else record.target
 
 
 def _target(name: str | None) -> "Target":

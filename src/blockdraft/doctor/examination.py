@@ -14,6 +14,7 @@ from blockdraft.doctor.readings import Clinic, Reading, choices_for, fitting, po
 from blockdraft.doctor.tensors import check_frozen, check_tensors
 from blockdraft.drafters import find_drafter
 from blockdraft.errors import BlockdraftError
+from blockdraft.pocket import FAMILIES, heldout
 from blockdraft.targets import BatchedKVCache, Sampling, Target, template_fingerprint
 
 PROMPTS = (
@@ -38,7 +39,7 @@ def examine(
     target: Target,
     *,
     data: str | Path | None = None,
-    prompts: Sequence[str] = PROMPTS,
+    prompts: Sequence[str] | None = None,
     num_texts: int = 8,
     max_new_tokens: int = 64,
     seed: int = 0,
@@ -51,11 +52,13 @@ def examine(
             the id of a repository on the Hugging Face Hub.
         target: the model that it should draft for.
         data: a data folder of the target, checked as well and measured on; texts are sampled on the spot without it.
-        prompts: what the target is asked where there is no data folder.
+        prompts: what the target is asked where there is no data folder; a few questions of everyday chat, mathematics
+            and code if not given, and pocket's own held-out prompts for pocket, which knows little else.
         num_texts, max_new_tokens: how many texts to measure on, and how much of each.
         seed: of the texts.
         measure: also measure predicted tokens per call under the plausible readings.
     """
+    prompts = prompts or questions(target, num_texts)
     folder = Folder(find_drafter(drafter))
     found = Diagnosis(str(drafter), target.name, folder.format)
     found.findings += check_configuration(folder, target)
@@ -85,10 +88,19 @@ def examine(
         clinic = Clinic(target, folder.tensors, own, texts, max_new_tokens=max_new_tokens)
         choices = choices_for(given, target, says_causal=given.causal, own=own is not None)
         best, found.measured = clinic.best(given, choices)
-        found.findings += reading_findings(folder, found.measured)
+        found.findings += reading_findings(folder, found.measured, drafts=clinic.reads_the_text(best))
         found.findings.append(fitting(clinic, given, best))
         found.findings.append(_thinking(clinic, best, prompts, num_texts, max_new_tokens, seed))
     return found
+
+
+def questions(target: Target, num: int) -> Sequence[str]:
+    """Return what to ask a target, ``num`` or fewer prompts."""
+    if target.name != "pocket":
+        return PROMPTS
+    each = -(-num // len(FAMILIES))
+    asked = zip(*(heldout(family, each) for family in FAMILIES), strict=True)  # one of each family in turn
+    return [example.prompt for examples in asked for example in examples][:num]
 
 
 def _says_causal(folder: Folder) -> bool:

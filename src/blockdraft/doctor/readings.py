@@ -26,6 +26,9 @@ from blockdraft.targets import Target, TargetOutput, UnsupportedTargetError, cho
 
 GAIN, STANDARD_ERRORS = 1.05, 2.0
 """A reading is better than another if it keeps so many times more tokens per call, and so clearly over the texts."""
+SLIGHT_GAIN, SLIGHT_STANDARD_ERRORS = 1.005, 3.0
+"""A smaller gain is told as a warning, if it is clearer than that: the field matters little to this drafter."""
+MOST_STANDARD_ERRORS = 99.0
 CONTROL = 1.15
 """A drafter reads the text if the text's own features keep so many times more tokens than those of other positions."""
 PASSES = 2
@@ -120,15 +123,19 @@ class Clinic:
         return pooled(self.rounds(reading))
 
     def better(self, one: Reading, other: Reading, gain: float = GAIN) -> bool:
-        """Return whether a reading keeps clearly more tokens per call than another one, ``gain`` times as many.
+        """Return whether a reading keeps clearly more tokens per call than another one, ``gain`` times as many."""
+        return self.length(one) >= gain * self.length(other) and self.saving(one, other) > STANDARD_ERRORS
+
+    def saving(self, one: Reading, other: Reading) -> float:
+        """Return how many calls one reading saves per text against another one, in standard errors.
 
         Both write the same texts, so the calls of each text are compared, text by text.
         """
-        if self.length(one) < gain * self.length(other):
-            return False
         saved = np.array([b.num - a.num for a, b in zip(self.rounds(one), self.rounds(other), strict=True)])
-        spread = saved.std(ddof=1) / len(saved) ** 0.5 if len(saved) > 1 else 0.0
-        return bool(saved.mean() > STANDARD_ERRORS * spread)
+        error = float(saved.std(ddof=1)) / len(saved) ** 0.5 if len(saved) > 1 else 0.0
+        if error == 0.0:
+            return MOST_STANDARD_ERRORS * float(np.sign(saved.mean()))
+        return float(np.clip(saved.mean() / error, -MOST_STANDARD_ERRORS, MOST_STANDARD_ERRORS))
 
     def reads_the_text(self, reading: Reading) -> bool:
         """Return whether the text's own features help; without training, others do as well."""
@@ -156,8 +163,9 @@ class Clinic:
         measured = []
         for choice in choices:
             for number, (name, value, change) in enumerate(choice.options):
-                length, fits = self.length(change(chosen)), number == decided[choice.field]
-                measured.append(Measured(choice.field, name, value, length, given=number == 0, fits=fits))
+                reading, fits = change(chosen), number == decided[choice.field]
+                length, saving = self.length(reading), self.saving(reading, chosen)
+                measured.append(Measured(choice.field, name, value, length, saving, given=number == 0, fits=fits))
         return chosen, measured
 
     def _drafter(self, config: DrafterConfig) -> Drafter:
@@ -299,21 +307,37 @@ def _causal_attention(anchors: Anchors, _num_slots: int, _num_rows: int, _contex
     return CausalAttention(anchors)
 
 
-def reading_findings(folder: Folder, measured: Sequence[Measured]) -> Iterator[Finding]:
-    """Compare the readings of each field; yield a line for every field."""
+def reading_findings(folder: Folder, measured: Sequence[Measured], *, drafts: bool = True) -> Iterator[Finding]:
+    """Compare the readings of each field; yield a line for every field.
+
+    A reading other than the given one that fits is wrong; one that is better by little is a warning, if the drafter
+    ``drafts`` at all under the best reading. Where the texts do not tell readings apart, the line says so.
+    """
     for name, group in groupby(measured, key=lambda each: each.field):
         readings = list(group)
         given = next(each for each in readings if each.given)
         fits = next(each for each in readings if each.fits)
-        check = f"{name}, measured"
+        others = [each for each in readings if each is not given]
+        check, found = f"{name}, measured", f"given {given.reading}: {given.length:.2f} tokens per call"
         if fits is not given:
-            found = f"given {given.reading}: {given.length:.2f} tokens per call; read {fits.reading}: {fits.length:.2f}"
+            found += f"; read {fits.reading}: {fits.length:.2f}"
             yield Finding(check, "wrong", found, change(folder, name, fits.value))
             continue
-        others = [each for each in readings if each is not given]
-        nearest = max(others, key=lambda each: each.length)
-        found = f"{given.reading}: {given.length:.2f} tokens per call; at best {nearest.length:.2f} if read otherwise"
-        yield Finding(check, "ok", found)
+        slight = [
+            each
+            for each in others
+            if drafts and each.saving > SLIGHT_STANDARD_ERRORS and each.length > SLIGHT_GAIN * given.length
+        ]
+        nearest = max(slight or others, key=lambda each: each.length)
+        found += f"; read {nearest.reading}: {nearest.length:.2f}"
+        if slight:
+            found += ", a little more, and clearly so"
+            yield Finding(check, "warning", found, f"probably: {change(folder, name, nearest.value)}")
+        elif nearest.saving > -STANDARD_ERRORS:
+            found += ", too close to tell apart on these texts"
+            yield Finding(check, "ok", found, "nothing: this drafter hardly depends on it; --texts measures on more")
+        else:
+            yield Finding(check, "ok", found)
 
 
 def change(folder: Folder, field: str, value: Any) -> str:

@@ -17,9 +17,10 @@ import yaml
 from blockdraft.data import DataError, Manifest, read_manifest
 from blockdraft.drafters import DrafterConfig, SlotLayout, build_drafter
 from blockdraft.drafters.formats import Format, Surroundings, frozen_names
+from blockdraft.evaluation.candidates import ShippedDrafter, shipped_record
+from blockdraft.export.measured import UNKNOWN, Evaluated, evaluation_in_words, heldout_in_words, record_in_words
 from blockdraft.runs import Run, RunInfo
 from blockdraft.targets import Target, fingerprint
-from blockdraft.verification import RULES
 
 BLOCK: dict[str, str | int] = {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
 """vLLM's two settings for block verification of sampled drafts."""
@@ -28,6 +29,16 @@ STATE_SAMPLING = (
     "Servers apply the target's generation_config.json to requests that do not state every sampling field: send "
     "temperature, top_p and top_k."
 )
+
+
+def embedded_note(target: str) -> str | None:
+    """Say how engines come to an embedded target, which no hub knows by its name; None for any other target."""
+    if target not in EMBEDDED_LICENCES:
+        return None
+    return (
+        f"{target} is embedded in blockdraft. Before you serve it, write it as a folder that engines can load, where "
+        f"you start the engine: blockdraft export-target {target} --out {target}"
+    )
 
 
 @dataclass(frozen=True)
@@ -147,16 +158,18 @@ def _transformers(config: DrafterConfig, target: str, drafter: str) -> EngineNot
     if config.slot_layout is not SlotLayout.FILL_IN:
         return EngineNote.unserved(engine, "its generate() discards slot 0, which predicts a token here")
     command = (
+        "import blockdraft as bd\n"
         f"target = bd.load_target({target!r})\n"
         f"assistant = bd.as_assistant(bd.load_drafter({drafter!r}, target))\n"
-        'target.model.generate(**inputs, assistant_model=assistant, speculation_type="dflash", do_sample=True)'
+        "target.model.generate(\n"
+        '    **inputs, assistant_model=assistant, speculation_type="dflash", do_sample=True, top_k=0\n'
+        ")"
     )
     notes = ("It verifies token by token; blockdraft's own generate() verifies blocks.",)
     return EngineNote(engine, True, "sampled", "token", command, notes, language="python")
 
 
 CARD = "README.md"
-UNKNOWN = "not recorded"
 NAMES = {"dflash": "DFlash", "dspark": "DSpark"}
 EMBEDDED_LICENCES = {"pocket": "apache-2.0", "smollm2": "apache-2.0"}
 """Of the embedded targets: this package's own, and what the metadata of SmolLM2's file says."""
@@ -164,30 +177,39 @@ EMBEDDED_LICENCES = {"pocket": "apache-2.0", "smollm2": "apache-2.0"}
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Holds what a run's folder tells of a checkpoint; None is what it does not tell.
+    """Holds what is known of a checkpoint, mostly from its run's folder; None is what is not known.
 
     info: ``run.json``: recipe, target, versions.
     step: optimizer steps of this checkpoint.
     measured: the held-out lengths of this very step.
     data: the manifest of the data folder, if it is still there.
+    record: of a drafter that comes with the package.
+    evaluation: what an evaluation found of this drafter.
     """
 
     info: RunInfo | None = None
     step: int | None = None
     measured: dict[str, float] | None = None
     data: Manifest | None = None
+    record: ShippedDrafter | None = None
+    evaluation: Evaluated | None = None
 
     @property
     def target(self) -> str | None:
         """Give the name under which the target was loaded."""
-        return None if self.info is None else self.info.target.name
+        if self.info is not None:
+            return self.info.target.name
+        return None if self.record is None else self.record.target
 
 
 def run_facts(checkpoint: str | Path) -> RunFacts:
-    """Read the facts of a checkpoint ``run/steps/00000500`` or a link to it; none are known of a folder elsewhere."""
+    """Read the facts of a checkpoint ``run/steps/00000500`` or a link to it, or of a drafter of the package.
+
+    Nothing is known of a folder elsewhere.
+    """
     found = Run.of_checkpoint(checkpoint)
     if found is None:
-        return RunFacts()
+        return RunFacts(record=shipped_record(checkpoint))
     run, step = found
     path = run.recipe.data.path
     try:
@@ -280,6 +302,14 @@ def _drafter_rows(config: DrafterConfig, around: Surroundings) -> list[tuple[str
 
 
 def _training(facts: RunFacts) -> str:
+    if facts.record is not None:
+        record, made_with = facts.record, facts.record.provenance.model_dump()
+        rows: list[tuple[str, Any]] = [
+            ("objective", record.label),
+            ("steps", f"{record.step} of {record.num_steps}"),
+            ("made with", ", ".join(f"{name} {version}" for name, version in made_with.items() if version)),
+        ]
+        return f"{markdown_table(rows)}\n\n```sh\n" + "\n".join(record.commands) + "\n```"
     if facts.info is None:
         return f"Objective, data and recipe: {UNKNOWN}."
     recipe, made_with = facts.info.recipe, facts.info.provenance.model_dump()
@@ -321,15 +351,12 @@ def _data(facts: RunFacts) -> str | None:
 
 
 def _measured(facts: RunFacts, config: DrafterConfig) -> str:
-    if facts.measured is None:
-        return f"Accepted lengths: {UNKNOWN}."
-    rows = [(f"{rule} verification", f"{facts.measured[f'heldout_length_{rule}']:.3f}") for rule in RULES]
-    rows.append(("token accuracy", f"{facts.measured['heldout_token_accuracy']:.3f}"))
-    return (
-        f"Expected accepted tokens of a block of {config.num_proposals}, correction and bonus token not counted, over "
-        f"{facts.measured['heldout_num_blocks']:,.0f} blocks of held-out texts of the same data, without decoding:\n\n"
-        + markdown_table(rows)
-    )
+    known = [
+        None if facts.evaluation is None else evaluation_in_words(facts.evaluation),
+        None if facts.record is None else record_in_words(facts.record),
+        None if facts.measured is None else heldout_in_words(facts.measured, config.num_proposals),
+    ]
+    return "\n\n".join(filter(None, known)) or f"Accepted lengths: {UNKNOWN}."
 
 
 def _licence(config: DrafterConfig, target: Target) -> str:
@@ -349,7 +376,7 @@ def _serving(config: DrafterConfig, flavour: Format, verifier: str) -> str:
             parts.append(f"{note.summary}.")
             continue
         parts.append(f"{note.summary}.\n\n```{note.language}\n{note.command}\n```\n\n{' '.join(note.notes)}")
-    return "\n\n".join([*parts, STATE_SAMPLING])
+    return "\n\n".join(filter(None, [embedded_note(verifier), *parts, STATE_SAMPLING]))
 
 
 def markdown_table(rows: list[tuple[str, Any]]) -> str:

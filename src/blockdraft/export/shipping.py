@@ -30,8 +30,9 @@ from blockdraft.evaluation.candidates import (
     TrainingTexts,
     label_of,
 )
-from blockdraft.export.card import EMBEDDED_LICENCES, NAMES, UNKNOWN, markdown_table, public_name, save_card
+from blockdraft.export.card import EMBEDDED_LICENCES, NAMES, markdown_table, public_name, save_card
 from blockdraft.export.folders import DRAFTER_FILES, replacing
+from blockdraft.export.measured import UNKNOWN, record_in_words
 from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, load_recipe, shipped_names
 from blockdraft.runs import Run
@@ -184,7 +185,7 @@ def write_shipped_card(folder: Path, record: ShippedDrafter, config: DrafterConf
             ]
         ),
         "## Measured",
-        _measured(record),
+        record_in_words(record),
         "## How it was made",
         "```bash\n" + "\n".join(record.commands) + "\n```",
         "The resolved recipe, with only the last part of every path:",
@@ -194,26 +195,6 @@ def write_shipped_card(folder: Path, record: ShippedDrafter, config: DrafterConf
     ]
     save_card(
         folder, sections, base_model=record.target, tags=["speculative-decoding", config.kind], license="apache-2.0"
-    )
-
-
-def _measured(record: ShippedDrafter) -> str:
-    found = record.measured
-    if found is None:
-        return f"Tokens per verification call: {UNKNOWN}."
-    whose = "the weights of the run, before they were rounded" if found.weights == "run" else "these weights"
-    tasks = ", ".join(f"{num} prompts of {name}" for name, num in found.tasks.items())
-    rows = ["| rule | draft temperature | predicted tokens per call | measured | speed-up |", "|" + " -- |" * 5]
-    for each in found.lengths:
-        temperature = "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g} ({each.choice})"
-        lengths = [
-            f"{i.value:.2f} [{i.low:.2f}, {i.high:.2f}]" for i in (each.predicted_length, each.acceptance_length)
-        ]
-        rows.append(f"| {each.rule} | {temperature} | {lengths[0]} | {lengths[1]} | {each.speedup.value:.2f} |")
-    return (
-        f"With {whose}, at the target's temperature {found.temperature:g}, up to {found.max_new_tokens} tokens an "
-        f"answer; means over {tasks}, with 95% intervals over prompts. The speed-up is that of the machine that "
-        "measured it.\n\n" + "\n".join(rows)
     )
 
 
