@@ -127,8 +127,8 @@ class Demo:
         """Compute what the drafters read of the target, once for both."""
         recipe = load_recipe(*self._recipe(OBJECTIVES[0]))
         config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.config_options())
-        training, _ = open_dataset(self.out / "data", target).split(recipe.data.num_heldout, recipe.seed)
-        of, done = len(training.tokens), 0
+        dataset = open_dataset(self.out / "data", target)
+        of, done = len(dataset.tokens), 0
 
         def count(tokens: int) -> None:
             nonlocal done
@@ -136,7 +136,7 @@ class Demo:
             self.on_progress("features of the target", done, of, tokens)
 
         max_bytes = int(recipe.data.cache_gib * 2**30)
-        build_cache(self.out / "features", target, training, config.target_layers, max_bytes=max_bytes, on_tokens=count)
+        build_cache(self.out / "features", target, dataset, config.target_layers, max_bytes=max_bytes, on_tokens=count)
         self.on_progress("features of the target", of, of, 0)
 
     def _train(self) -> None:

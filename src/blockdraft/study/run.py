@@ -2,7 +2,7 @@
 
 out/study.yaml                     the study
 out/data/TARGET/                   texts of each target
-out/features/TARGET-DRAFTER-seedS/ their features, shared by the cells of a seed, if recipes say so
+out/features/TARGET-.../           their features, shared by all cells that read the same ones, if recipes say so
 out/runs/CELL/                     training runs
 out/evaluations/TARGET-seedS/      all drafters of one target and seed, on the same prompts
 out/report/                        tables over seeds, and the report of every evaluation
@@ -85,10 +85,17 @@ class Study:
             jobs.append(Job(f"data for {name}", ["data", "regenerate", "--target", model, *folders, *limits]))
         return jobs
 
+    def cache_folder(self, cell: Cell) -> Path:
+        """Return the folder of the cached features that a cell reads, named by all that they depend on."""
+        drafter, recipe = cell.recipe.drafter, cell.recipe
+        parts = [cell.target, f"{drafter.num_features or 'default'}-layers"]
+        parts += [recipe.target.dtype] if recipe.target.dtype else []
+        parts += [f"normalizer-{recipe.make_objective().temperature:g}"] if drafter.vocab_size is not None else []
+        return self.out / "features" / "-".join(parts)
+
     def training_job(self, cell: Cell) -> Job:
         """Return the command that trains one cell."""
-        cache = self.out / "features" / f"{cell.target}-{cell.drafter}-seed{cell.seed}"
-        fields = cell.assignments(self.data_folder(cell.target), cache)
+        fields = cell.assignments(self.data_folder(cell.target), self.cache_folder(cell))
         return Job(cell.name, ["train", cell.recipe_name, *fields, "--out", str(self.run_folder(cell))])
 
     def evaluation_job(self, target: str, seed: int) -> Job:
@@ -136,8 +143,9 @@ class Study:
             for number, job in enumerate(jobs := self.data_jobs()):
                 self.on_progress("data", number, len(jobs), 0)
                 self._run([job], 1, lambda: None)
-            self._train()
-            self._evaluate()
+            for seed in self.recipe.seeds:  # whole seeds, so that a study that is stopped has results to show
+                self._train(seed)
+                self._evaluate(seed)
             return summarize(self.recipe, self.out)
 
     def _remember(self) -> None:
@@ -155,9 +163,9 @@ class Study:
         with atomic_write(file) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
 
-    def _train(self) -> None:
+    def _train(self, seed: int) -> None:
         cells = self.recipe.cells
-        left = [cell for cell in cells if not self.is_trained(cell)]
+        left = [cell for cell in cells if cell.seed == seed and not self.is_trained(cell)]
 
         def show() -> None:
             done = sum(self.steps_done(cell)[0] for cell in cells)
@@ -165,22 +173,19 @@ class Study:
             of = round(sum(known) / len(known) * len(cells)) if known else len(cells)
             self.on_progress("training, steps of all cells", done, max(of, done), 0)
 
-        first = {
-            (cell.target, cell.drafter, cell.seed): cell
-            for cell in reversed(left)
-            if cell.recipe.data.features == "cached"
-        }
-        builders = {cell.name for cell in first.values()}  # each builds the cache that the others of its seed read
+        cached = [cell for cell in reversed(left) if cell.recipe.data.features == "cached"]
+        builders = {self.cache_folder(cell): cell.name for cell in cached}  # the first builds what the others read
         for is_turn in (True, False):
-            turn = [self.training_job(cell) for cell in left if (cell.name in builders) == is_turn]
+            turn = [self.training_job(cell) for cell in left if (cell.name in builders.values()) == is_turn]
             self._run(turn, self.num_jobs, show)
 
-    def _evaluate(self) -> None:
-        pairs = [(target, seed) for seed in self.recipe.seeds for target in self.recipe.targets]
-        for number, (target, seed) in enumerate(pairs):
-            self.on_progress("evaluations", number, len(pairs), 0)
+    def _evaluate(self, seed: int) -> None:
+        targets = list(self.recipe.targets)
+        done, of = self.recipe.seeds.index(seed) * len(targets), len(self.recipe.seeds) * len(targets)
+        for number, target in enumerate(targets):
+            self.on_progress("evaluations", done + number, of, 0)
             self._run([self.evaluation_job(target, seed)], 1, lambda: None)
-        self.on_progress("evaluations", len(pairs), len(pairs), 0)
+        self.on_progress("evaluations", done + len(targets), of, 0)
 
     def _run(self, jobs: Sequence[Job], num_at_once: int, show: Callable[[], None]) -> None:
         """Run commands, some at once; if one fails, the others are told to save and stop."""

@@ -127,7 +127,7 @@ def make_features(
         nonlocal done
         done += tokens
         if on_features is not None:
-            on_features(done, len(dataset.tokens))
+            on_features(done, len(dataset.whole[0].tokens))
 
     if distributed.is_main:
         build_cache(
