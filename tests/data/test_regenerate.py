@@ -140,6 +140,42 @@ def test_a_finished_folder_asks_the_engine_for_nothing(tmp_path):
     assert again.asked == []
 
 
+@pytest.mark.parametrize("num_first", [10, 12])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_folder_grows_by_more_prompts_to_the_rows_that_all_of_them_give(tmp_path, num_first, interrupted):
+    target = tiny_target()
+    make(tmp_path / "whole", target)
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "grown", target, prompts=PROMPTS[:num_first], engine=Halting(target, 4, after=6))
+    else:
+        make(tmp_path / "grown", target, prompts=PROMPTS[:num_first])
+    seen = []
+    manifest = make(tmp_path / "grown", target, on_progress=lambda num, _tokens, new: seen.append((num, new)))
+    assert manifest == read_manifest(tmp_path / "whole")
+    assert rows(tmp_path / "grown") == rows(tmp_path / "whole")
+    assert sum(num for num, new in seen if not new) == (5 if interrupted else 10)  # whole shards of five are kept
+
+
+def test_a_folder_of_an_unexact_engine_grows_as_well(tmp_path):
+    make(tmp_path / "grown", prompts=PROMPTS[:12], engine=Unordered())
+    later = Unordered()
+    make(tmp_path / "grown", engine=later)
+    assert sorted(later.asked) == list(range(10, len(PROMPTS)))
+    make(tmp_path / "whole", engine=Unordered())
+    assert rows(tmp_path / "grown") == rows(tmp_path / "whole")
+
+
+def test_a_folder_of_other_prompts_does_not_grow(tmp_path):
+    make(tmp_path, prompts=PROMPTS[1:12])
+    before = rows(tmp_path), read_manifest(tmp_path)
+    with pytest.raises(DataError, match="num_prompts 11 there, 23 here"):
+        make(tmp_path)
+    with pytest.raises(DataError, match=r"temperature 1\.0 there, 0\.7 here"):
+        make(tmp_path, prompts=PROMPTS[1:13], settings=GenerationSettings(Sampling(0.7), 12, 60))
+    assert (rows(tmp_path), read_manifest(tmp_path)) == before
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,8 +1,9 @@
 """What a drafter reads of its target: computed beside the trainer, or once and kept on disk.
 
 A cache ties itself to the fingerprint of the target, its layers and precision, and to the texts; its files are
-checksummed and mapped into memory. It covers a whole data folder, so that runs with other held-out texts share it. For a drafter over fewer tokens it also holds the target's normalizer: log Z and
-argmax of the whole vocabulary at every position, so that training runs both heads over the drafter's tokens alone.
+checksummed and mapped into memory. It covers a whole data folder, so that runs with other held-out texts share it.
+For a drafter over fewer tokens it also holds the target's normalizer: log Z and argmax of the whole vocabulary at
+every position, so that training runs both heads over the drafter's tokens alone.
 """
 
 import os
