@@ -143,10 +143,12 @@ class Study:
             for number, job in enumerate(jobs := self.data_jobs()):
                 self.on_progress("data", number, len(jobs), 0)
                 self._run([job], 1, lambda: None)
-            for seed in self.recipe.seeds:  # whole seeds, so that a study that is stopped has results to show
+            for number, seed in enumerate(self.recipe.seeds, 1):
                 self._train(seed)
                 self._evaluate(seed)
-            return summarize(self.recipe, self.out)
+                finished = self.recipe.model_copy(update={"seeds": self.recipe.seeds[:number]})
+                summary = summarize(finished, self.out)  # a study that is stopped later has something to show
+            return summary
 
     def _remember(self) -> None:
         file = self.out / "study.yaml"
