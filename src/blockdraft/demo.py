@@ -69,8 +69,7 @@ SIZES = {
     #               minutes    prompts tokens  eval decoded tokens  temperatures  dynamics
     "pocket": Size("fifteen",     2400,   256,   32,      5,   128, (0.6, 0.8, 1.0), 24, threads=1),
     "smollm2": Size("ninety",      400,   128,    6,      3,    64, (0.6, 0.8, 1.0), 4, changes=(
-        "drafter.initial=target", "data.num_heldout=40", "batch.num_texts=8", "batch.num_anchors=64",
-        "optimizer.num_train_epochs=20", "optimizer.learning_rate=1e-3", "logging.heldout_blocks=256",
+        "data.num_heldout=40", "batch.num_texts=8", "batch.num_anchors=128", "logging.heldout_blocks=256",
         "logging.logging_steps=1",
     )),
 }  # fmt: skip
@@ -135,8 +134,11 @@ class Demo:
             done += tokens
             self.on_progress("features of the target", done, of, tokens)
 
-        max_bytes = int(recipe.data.cache_gib * 2**30)
-        build_cache(self.out / "features", target, dataset, config.target_layers, max_bytes=max_bytes, on_tokens=count)
+        build_cache(
+            self.out / "features", target, dataset, config.target_layers,
+            max_bytes=int(recipe.data.cache_gib * 2**30), on_tokens=count,
+            normalizer_temperature=None if recipe.drafter.vocab_size is None else recipe.make_objective().temperature,
+        )  # fmt: skip
         self.on_progress("features of the target", of, of, 0)
 
     def _train(self) -> None:
