@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockdraft.pocket.corpus import FAMILIES, CorpusError, Example, Family, Prompt, heldout, prompts
+    from blockdraft.pocket.corpus import FAMILIES, CorpusError, CorpusPrompt, Example, Family, heldout, prompts
 
-__all__ = ["FAMILIES", "MODEL_FOLDER", "CorpusError", "Example", "Family", "Prompt", "heldout", "prompts"]
+__all__ = ["FAMILIES", "MODEL_FOLDER", "CorpusError", "CorpusPrompt", "Example", "Family", "heldout", "prompts"]
 
 MODEL_FOLDER = Path(__file__).parent / "model"
 """The shipped model: an ordinary Hugging Face folder with weights, tokenizer, configuration and ``quality.json``."""

@@ -55,7 +55,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class CorpusPrompt:
     """The user's messages of one conversation, of one or two turns; ``family`` is that of the first."""
 
     id: str
@@ -85,7 +85,7 @@ def examples(family: Family, split: Split, seed: int | str) -> Iterator[Example]
             index += 1
 
 
-def prompts(seed: int | str, family: Family | None = None) -> Iterator[Prompt]:
+def prompts(seed: int | str, family: Family | None = None) -> Iterator[CorpusPrompt]:
     """Yield training prompts without end, of one family or of all in pocket's own mixture.
 
     They are the same for the same seed, and none of the held-out prompts is among them. Texts may repeat.
@@ -98,7 +98,7 @@ def prompts(seed: int | str, family: Family | None = None) -> Iterator[Prompt]:
     while True:
         drawn = [next(streams[dice.pick(mixture)]) for _ in range(2 if dice.chance(TWO_TURNS) else 1)]
         name = "+".join(example.id for example in drawn)
-        yield Prompt(name, drawn[0].family, tuple(example.prompt for example in drawn))
+        yield CorpusPrompt(name, drawn[0].family, tuple(example.prompt for example in drawn))
 
 
 def heldout(family: Family, num_prompts: int = 100, kind: str | None = None) -> list[Example]:

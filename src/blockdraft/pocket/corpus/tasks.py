@@ -30,7 +30,7 @@ class Body:
 
 
 @dataclass(frozen=True)
-class Task:
+class FunctionTask:
     """One function to write.
 
     kind: of its parameter, a key of `INPUTS`.
@@ -55,9 +55,11 @@ class Task:
 
 def task(
     kind: str, names: str, does: str, result: str, reference: Callable[..., Any], *bodies: tuple[str, str]
-) -> Task:
+) -> FunctionTask:
     """Make a row of the table."""
-    return Task(kind, tuple(names.split()), does, result, reference, tuple(Body(code, how) for code, how in bodies))
+    return FunctionTask(
+        kind, tuple(names.split()), does, result, reference, tuple(Body(code, how) for code, how in bodies)
+    )
 
 
 FIBONACCI = (0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
