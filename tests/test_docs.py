@@ -19,7 +19,7 @@ from blockdraft.data.manifest import Provenance as DataProvenance
 from blockdraft.drafters import DrafterConfig
 from blockdraft.evaluation import results
 from blockdraft.evaluation.candidates import MeasuredLengths, Measurement, ShippedDrafter, TrainingTexts
-from blockdraft.provenance import Provenance
+from blockdraft.files import Provenance
 from blockdraft.recipes import load_recipe, shipped_names
 from blockdraft.runs import RunInfo, RunTarget
 from blockdraft.study import load_study, shipped_studies

@@ -23,8 +23,7 @@ from blockdraft.evaluation import (
     read_results,
     read_traces,
 )
-from blockdraft.evaluation.conversation import _texts, converse
-from blockdraft.evaluation.dynamics import fixed_blocks, measure, training_dynamics
+from blockdraft.evaluation.drafting import _texts, converse, fixed_blocks, measure_checkpoint, training_dynamics
 from blockdraft.evaluation.metrics import profile
 from blockdraft.evaluation.protocol import DecodingSetup
 from blockdraft.targets import load_target
@@ -573,7 +572,7 @@ def test_dynamics_of_a_drafter_equal_to_its_target(tmp_path):
     target = bigram_target()
     texts = open_dataset(runs.make_data(tmp_path / "data", target), target)
     chosen = fixed_blocks(texts, 8, 3, B, seed=0)
-    accuracy, length = measure(target, equal_drafter(target), texts, chosen, seed=0)
+    accuracy, length = measure_checkpoint(target, equal_drafter(target), texts, chosen, seed=0)
     assert length == B
     hits = total = 0
     for each in chosen:

@@ -30,8 +30,8 @@ from blockdraft.evaluation.results import (
     read_model,
     write_model,
 )
+from blockdraft.files import Provenance
 from blockdraft.losses import objective
-from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, is_annealed
 from blockdraft.recipes.schema import AnnealingSection
 from blockdraft.runs import Run

@@ -29,8 +29,7 @@ from blockdraft.decoding import best_num_proposals, measure_costs
 from blockdraft.distributed import Distributed
 from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation.candidates import Candidate
-from blockdraft.evaluation.conversation import converse, trace
-from blockdraft.evaluation.dynamics import training_dynamics
+from blockdraft.evaluation.drafting import converse, trace_answer, training_dynamics
 from blockdraft.evaluation.metrics import Assembly, DecodedPrompt, GenerationRecord, RecordFiles, about, profile
 from blockdraft.evaluation.prediction import PredictionFile, Predictions, PredictionSettings, Predictor, best_of
 from blockdraft.evaluation.protocol import DecodingSetup, Plan, ProposalFile, Protocol, TextKind
@@ -45,8 +44,7 @@ from blockdraft.evaluation.results import (
     write_model,
 )
 from blockdraft.evaluation.tasks import Task
-from blockdraft.files import exclusive
-from blockdraft.provenance import Provenance
+from blockdraft.files import Provenance, exclusive
 from blockdraft.targets import Sampling, Target, fingerprint
 
 PROMPTS_PER_FOLDER = 128
@@ -360,7 +358,7 @@ class Evaluation:
         for number, (task, prompt) in enumerate(chosen if ways else []):
             self.on_progress("traces", number, len(chosen), 0)
             traces = [
-                trace(
+                trace_answer(
                     self.target, candidate.drafter, prompt, protocol.paper(candidate.name, rule),
                     temperature=protocol.temperature, max_new_tokens=protocol.max_new_tokens,
                     max_length=self.max_length, seed=protocol.seed,

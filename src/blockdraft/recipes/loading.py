@@ -90,7 +90,7 @@ def sections() -> Iterator[tuple[str, type[BaseModel] | None, str]]:
 
 def reference_page() -> str:
     """Return the reference of recipe fields as Markdown, made from the schema."""
-    opening = "Made from the schema by `python -m blockdraft.recipes`. The defaults are the paper's; any field is "
+    opening = "Made from the schema by `make reference`. The defaults are the paper's; any field is "
     parts = ["# Recipe fields", opening + "overridden on the command line as `section.field=value`."]
     for name, section, about in sections():
         parts.append(f"## {name}\n\n{about}")
