@@ -20,17 +20,17 @@ def figures(comparison: Comparison) -> Iterator[Drawing]:
     for target in comparison.targets:
         for kind in comparison.kinds:
             with drawing():
-                kept = retention(comparison, target, kind, look)
+                kept = retention_figure(comparison, target, kind, look)
             if kept is not None:
                 yield kept
-        for draw in (tasks, seconds, temperatures, dynamics):
+        for draw in (tasks_figure, seconds_figure, temperatures_figure, dynamics_figure):
             with drawing():
                 drawn = draw(comparison, target, look)
             if drawn is not None:
                 yield drawn
 
 
-def retention(comparison: Comparison, target: str, kind: str, look: Look) -> Drawing | None:
+def retention_figure(comparison: Comparison, target: str, kind: str, look: Look) -> Drawing | None:
     """Draw Pr(accepted >= i), and Pr(accepted >= i | accepted >= i - 1) below it, task by task and pooled.
 
     The rule is block verification if it was measured. The paper's figure of the same has one task (GSM8K) and DFlash.
@@ -90,7 +90,7 @@ def _finish_retention(grid: list[list[Axes]], num_places: int, lowest: float, nu
         row[0].set_ylabel("kept up to i" if number % 2 == 0 else "kept i, given i-1")
 
 
-def tasks(comparison: Comparison, target: str, look: Look) -> Drawing | None:
+def tasks_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     """Draw the acceptance length of every task with its interval, by rule."""
     rules, entries = _measured(comparison, target)
     if not entries:
@@ -128,7 +128,7 @@ def tasks(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     return Drawing(f"tasks-{comparison.file_name(target)}", title, caption, figure)
 
 
-def seconds(comparison: Comparison, target: str, look: Look) -> Drawing | None:
+def seconds_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     """Draw milliseconds per token by phase: autoregressive decoding, then every drafter."""
     del look  # phases have inks of their own
     rules, entries = _measured(comparison, target)
@@ -168,7 +168,7 @@ def seconds(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     return Drawing(f"seconds-{comparison.file_name(target)}", title, caption, figure)
 
 
-def temperatures(comparison: Comparison, target: str, look: Look) -> Drawing | None:
+def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     """Draw the acceptance length predicted at every draft temperature, the best one ringed, one-hot drafts at 0."""
     entries = [e for e in comparison.of(target) if len(e.about.temperatures) > 1]
     tried = {rule for e in entries for point in e.about.temperatures for rule in point.acceptance_length}
@@ -209,7 +209,7 @@ def temperatures(comparison: Comparison, target: str, look: Look) -> Drawing | N
     return Drawing(f"temperature-{comparison.file_name(target)}", title, caption, figure)
 
 
-def dynamics(comparison: Comparison, target: str, look: Look) -> Drawing | None:
+def dynamics_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     """Draw token accuracy and accepted draft length over training."""
     entries = [e for e in comparison.of(target) if e.dynamics]
     if not entries:

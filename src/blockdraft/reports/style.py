@@ -43,7 +43,7 @@ INKS = {
 }
 """Colours by name, on light and on dark ground. No two light ones are equal."""
 
-OBJECTIVES = dict(zip(LABELS, ("ce", "kl", "rkl", "tv", "lk", "bv-plain", "bv"), strict=True))
+OBJECTIVE_INKS = dict(zip(LABELS, ("ce", "kl", "rkl", "tv", "lk", "bv-plain", "bv"), strict=True))
 MARKERS = {"ce": "o", "kl": "s", "rkl": "^", "tv": "v", "lk": "P", "bv-plain": "X", "bv": "D"}
 OTHERS = {"other-1": "<", "other-2": ">", "other-3": "p", "other-4": "h", "other-5": "d", "other-6": "*"}
 Dash = Literal["-", "--", ":", "-."]
@@ -112,7 +112,7 @@ def styles(comparison: Comparison) -> Look:
     for entry in comparison.entries:
         label = entry.about.label
         if label not in inks:
-            inks[label] = OBJECTIVES.get(label) or next(others)
+            inks[label] = OBJECTIVE_INKS.get(label) or next(others)
 
     def style(entry: Entry) -> Style:
         ink = inks[entry.about.label]
