@@ -1,4 +1,4 @@
-"""A training run on disk: one reader and one writer of its folder.
+"""Read and write a training run on disk: this is the one reader and the one writer of its folder.
 
 run/run.json                   what the run is: resolved recipe, target, data, sizes, versions
 run/recipe.yaml                the recipe alone, to train from again

@@ -1,4 +1,4 @@
-"""The tree of verbs, and what a mistake looks like: one line on stderr, and an exit code."""
+"""Build the tree of verbs, and turn mistakes into one line on stderr and an exit code."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""``blockdraft data``: from prompts to training data."""
+"""``blockdraft data`` chooses prompts, lets the target answer them, and inspects the result."""
 
 import sys
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""``blockdraft demo``: everything once, from data to a report; or, with ``--quick``, speculation at work in seconds."""
+"""``blockdraft demo`` runs everything once, from data to a report, or with ``--quick`` answers prompts in seconds."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""``blockdraft doctor``: examine a drafter's folder, ours or anyone's."""
+"""``blockdraft doctor`` examines a drafter's folder, ours or anyone's."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""``blockdraft drafters ls``, ``export`` and ``export-target``: list what is shipped, and write folders for engines."""
+"""``blockdraft drafters ls`` lists what is shipped; ``export`` and ``export-target`` write folders for engines."""
 
 import json
 import sys

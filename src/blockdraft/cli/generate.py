@@ -1,4 +1,4 @@
-"""``blockdraft generate``: decode one answer, coloured by what verification made of each token."""
+"""``blockdraft generate`` decodes one answer, coloured by what verification made of each token."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, cast

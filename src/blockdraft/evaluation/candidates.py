@@ -1,4 +1,4 @@
-"""Which drafter is which: its folder, its name, the run it came from, and a label that says how it was trained.
+"""Tell which drafter is which: its folder, its name, its run, and a label that says how it was trained.
 
 A drafter that comes with the package has a record of all that:
 

@@ -1,4 +1,4 @@
-"""An evaluation in its folder: texts of the target, predictions from them, decoding, results.
+"""Run an evaluation in its folder: texts of the target, predictions from them, decoding, results.
 
 out/plan.json              what this evaluation is; another one is refused
 out/texts/KIND/NNN         the target's own responses, greedy and sampled, in data folders of up to 128 prompts

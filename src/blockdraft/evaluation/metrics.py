@@ -1,4 +1,4 @@
-"""From generations to numbers: pooled per task, averaged over tasks, with intervals from a bootstrap over prompts."""
+"""Turn generations into numbers: pooled per task, averaged over tasks, with intervals by bootstrap over prompts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

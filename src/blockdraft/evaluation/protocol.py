@@ -1,4 +1,4 @@
-"""How to measure, in which ways to decode, and what an evaluation's folder is for."""
+"""Say how to measure, in which ways to decode, and what an evaluation's folder is for."""
 
 import math
 from collections.abc import Sequence

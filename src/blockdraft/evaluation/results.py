@@ -1,4 +1,4 @@
-"""What an evaluation found: the schemas of ``results.json``, ``profile.json`` and ``traces.json``, and their files.
+"""Hold what an evaluation found: the schemas and files ``results.json``, ``profile.json`` and ``traces.json``.
 
 ``docs/guides/evaluation.md`` explains every field to users; names here and there agree.
 """

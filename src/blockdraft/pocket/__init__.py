@@ -1,4 +1,4 @@
-"""pocket: a small Qwen3-architecture language model made by this project, with the corpus it speaks.
+"""pocket is a small Qwen3-architecture language model made by this project, with the corpus it speaks.
 
 What other packages need of it is here: the folder of the shipped model, endless training prompts, and the held-out
 prompts for evaluation. None of it needs PyTorch. ``python -m blockdraft.pocket.build`` makes the model from nothing

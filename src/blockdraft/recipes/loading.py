@@ -1,4 +1,4 @@
-"""Recipes by name or file, with overrides, and as YAML that explains every field."""
+"""Load recipes by name or file, with overrides, and show them as YAML that explains every field."""
 
 import difflib
 import itertools

@@ -1,4 +1,4 @@
-"""Several evaluations as one: targets and drafters, each with a name of its own, and what was measured of them."""
+"""Join several evaluations: targets and drafters, each with a name of its own, and what was measured of them."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The paper's figures, and three more, drawn with matplotlib: one drawing per target and subject."""
+"""Draw the paper's figures, and three more, with matplotlib: one drawing per target and subject."""
 
 from collections.abc import Iterator
 

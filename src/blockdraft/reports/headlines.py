@@ -1,4 +1,4 @@
-"""What was shown, in a few sentences: predicted lengths first, then measured ones, then speed, each with its interval.
+"""Say what was shown in a few sentences: predicted lengths, measured ones, then speed, each with its interval.
 
 A gain is printed only where its interval leaves no doubt about its sign: the interval of the paired ratio if the
 evaluation has one, otherwise the two separate intervals, which must not overlap.

@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else, and its folder with the tables and figures as files."""
+"""Write the report: one HTML file that needs nothing else, and its folder with the tables and figures as files."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The paper's tables, and a few more, from whatever was evaluated.
+"""Make the paper's tables, and a few more, from whatever was evaluated.
 
 What was not measured is an en dash; a table with nothing to show is left out. The paper's layouts are those of
 `main`, `token_verification`, `annealing`, and `full` for each target.

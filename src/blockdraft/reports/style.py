@@ -1,4 +1,4 @@
-"""How figures look: an ink and a marker for each objective, the same everywhere, and drawings saved for paper and page.
+"""Decide how figures look: an ink and a marker for each objective, and drawings saved for paper and page.
 
 Inks differ in lightness as well as in hue, and come with a marker each, so that nothing depends on seeing colours.
 Figures are drawn with the light ones; a page turns those into CSS variables and sets the variables by colour scheme.

@@ -1,4 +1,4 @@
-"""The training run: steps, held-out measurements, checkpoints, resuming."""
+"""Run the training: steps, held-out measurements, checkpoints, resuming."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The corpus: unlimited, seeded conversations of three families, split into train and held-out prompts.
+"""The corpus makes unlimited, seeded conversations of three families, split into train and held-out prompts.
 
 A prompt belongs to the split that a hash of its text says, so that no prompt is ever in both, whatever the seed. The
 same prompt may come with many responses. Nothing here needs more than the standard library.
@@ -36,7 +36,7 @@ class CorpusError(BlockdraftError):
 
 @dataclass(frozen=True)
 class Example:
-    """A single-turn conversation.
+    """Holds a single-turn conversation.
 
     id: ``family/split/seed/index``.
     kind: what it is within its family, such as ``definition`` or ``sharing``.
@@ -56,7 +56,7 @@ class Example:
 
 @dataclass(frozen=True)
 class CorpusPrompt:
-    """The user's messages of one conversation, of one or two turns; ``family`` is that of the first."""
+    """Holds the user's messages of one conversation, of one or two turns; ``family`` is that of the first."""
 
     id: str
     family: Family

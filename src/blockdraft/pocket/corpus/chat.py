@@ -1,4 +1,4 @@
-"""Family ``chat``: questions and small requests, answered in one of several tones.
+"""Family ``chat`` asks questions and makes small requests, which are answered in one of several tones.
 
 What can be right or wrong is in `knowledge`, what pocket says of itself in `smalltalk`. Here are the kinds that have
 many good answers: lists, instructions, advice, messages, stories.

@@ -1,4 +1,4 @@
-"""Family ``code``: a request in words, answered by a short Python function that does it.
+"""Family ``code`` makes requests in words, which are answered by short Python functions that do it.
 
 A request is a row of a table (`blockdraft.pocket.corpus.tasks`) or composed here from a
 condition, a transformation and a summary, so that most requests are seen once.

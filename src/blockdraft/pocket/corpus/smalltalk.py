@@ -1,4 +1,4 @@
-"""The part of family ``chat`` about pocket itself: greetings, who it is, what it can do, and what it does not know."""
+"""This is the part of family ``chat`` about pocket itself: greetings, who it is, what it can and cannot do."""
 
 from blockdraft.pocket.corpus.dice import TOPICS, Dice, Draft, capitalized, joined, read_talks, with_article
 from blockdraft.pocket.corpus.knowledge import THINGS, WHAT, plural

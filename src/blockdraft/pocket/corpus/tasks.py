@@ -1,4 +1,4 @@
-"""The table of single tasks for family ``code``.
+"""This module is the table of single tasks for family ``code``.
 
 In code and text, ``$x`` is the parameter, ``$a`` and ``$b`` a pair of them, ``$i``
 the loop variable, ``$k`` a small constant that is drawn anew each time.
@@ -23,7 +23,7 @@ INPUTS: dict[str, tuple[tuple[Any, ...], ...]] = {
 
 @dataclass(frozen=True)
 class Body:
-    """A way to write a function: the code below the docstring, and what an explanation says of it (``It ...``)."""
+    """Holds a way to write a function: the code below its docstring, and what an explanation says (``It ...``)."""
 
     code: str
     how: str
@@ -31,7 +31,7 @@ class Body:
 
 @dataclass(frozen=True)
 class FunctionTask:
-    """One function to write.
+    """Describes one function to write.
 
     kind: of its parameter, a key of `INPUTS`.
     names: possible names of the function, the most usual first.
