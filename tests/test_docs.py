@@ -184,8 +184,9 @@ def test_signatures_are_those_of_the_code(module, node):
 MODELS = [
     Manifest, Identity, DataProvenance, ShardRecord, RunInfo, RunTarget, Provenance, DrafterConfig, results.Results,
     results.TaskAbout, results.DrafterAbout, results.Cell, results.Average, results.PairedRatio, results.DynamicsPoint,
-    results.Profile, results.ProfileEntry, results.AcceptanceRates, results.Traces, results.TracedPrompt, results.Trace,
-    results.TracedRound, results.TracedToken, ShippedDrafter, Measurement, MeasuredLengths, TrainingTexts,
+    results.Profile, results.ProfileEntry, results.AcceptanceRates, results.Traces, results.TracedPrompt,
+    results.AnswerTrace, results.TracedRound, results.TracedToken, ShippedDrafter, Measurement, MeasuredLengths,
+    TrainingTexts,
 ]  # fmt: skip
 
 

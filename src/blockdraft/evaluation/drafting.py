@@ -18,7 +18,14 @@ from blockdraft.decoding import AdaptiveProposals, Generation, RoundCosts, gener
 from blockdraft.decoding.generation import OnVerdict
 from blockdraft.drafters import Drafter, Proposal, load_drafter
 from blockdraft.evaluation.protocol import DecodingSetup
-from blockdraft.evaluation.results import Dynamics, DynamicsPoint, EvaluationError, Trace, TracedRound, TracedToken
+from blockdraft.evaluation.results import (
+    AnswerTrace,
+    Dynamics,
+    DynamicsPoint,
+    EvaluationError,
+    TracedRound,
+    TracedToken,
+)
 from blockdraft.runs import Run
 from blockdraft.targets import Sampling, Target
 from blockdraft.verification import Verdict, verify
@@ -91,7 +98,7 @@ def trace_answer(
     max_new_tokens: int,
     max_length: int,
     seed: int,
-) -> Trace:
+) -> AnswerTrace:
     """Decode the first answer to a prompt, and return what the verifier saw."""
     verdicts: list[tuple[list[TokenNumbers], int]] = []
     done: list[Generation] = []
@@ -118,7 +125,7 @@ def trace_answer(
         rounds.append(traced)
         written = [*written, *record.tokens]
     assert setup.drafter is not None
-    return Trace(
+    return AnswerTrace(
         drafter=setup.drafter, rule=setup.rule, draft_temperature=setup.draft_temperature,
         first_text=_texts(target, [], generation.tokens[:1])[0], rounds=rounds,
     )  # fmt: skip

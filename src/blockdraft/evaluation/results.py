@@ -302,7 +302,7 @@ class TracedRound(Strict):
     next_text: str | None
 
 
-class Trace(Strict):
+class AnswerTrace(Strict):
     """Holds one generation of one drafter, round by round. first_text: the token that the prefill drew."""
 
     drafter: str
@@ -318,7 +318,7 @@ class TracedPrompt(Strict):
     task: str
     id: str
     prompt: str
-    traces: list[Trace]
+    traces: list[AnswerTrace]
 
 
 class Traces(Strict):

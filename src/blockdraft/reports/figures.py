@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from blockdraft.reports.comparison import Comparison, Entry, Spent
-from blockdraft.reports.style import INKS, Drawing, Look, drawing, kinds, legend, line, panels, styles
+from blockdraft.reports.style import INKS, Drawing, Look, drawing, kinds, legend, panels, plot_line, styles
 from blockdraft.verification import RULES, Rule
 
 MIN_ROUNDS = 10
@@ -52,9 +52,9 @@ def retention_figure(comparison: Comparison, target: str, kind: str, look: Look)
         for entry in entries:
             found = entry.retention(rule, task)
             positions = range(1, len(found.kept) + 1)
-            line(above, positions, found.kept, look(entry))
+            plot_line(above, positions, found.kept, look(entry))
             rates = [float("nan") if rate is None else rate for rate in found.conditional(MIN_ROUNDS)]
-            line(below, positions, rates, look(entry))
+            plot_line(below, positions, rates, look(entry))
             lowest = min([lowest, *(rate for rate in rates if rate == rate)])
         above.set(title=title, ylim=(-0.03, 1.03))
     _finish_retention(grid.tolist(), len(places), lowest, max(e.about.num_proposals for e in entries))
@@ -186,7 +186,7 @@ def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Draw
                     if rule in p.acceptance_length
                 }
                 style = look(entry)
-                line(panel, list(points), list(points.values()), style)
+                plot_line(panel, list(points), list(points.values()), style)
                 best = entry.about.best_draft_temperature.get(rule)
                 if best in points:
                     panel.plot(best, points[best], "o", ms=11, mfc="none", mec=style.colour, mew=1.4)
@@ -219,8 +219,8 @@ def dynamics_figure(comparison: Comparison, target: str, look: Look) -> Drawing 
         for entry in members:
             points = entry.dynamics.points if entry.dynamics else []
             epochs = [p.epoch for p in points]
-            line(row[0], epochs, [p.accuracy for p in points], look(entry))
-            line(row[1], epochs, [p.draft_length for p in points], look(entry))
+            plot_line(row[0], epochs, [p.accuracy for p in points], look(entry))
+            plot_line(row[1], epochs, [p.draft_length for p in points], look(entry))
         row[0].set(title=f"{kind}: token accuracy", ylabel="argmax agrees with the text")
         row[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         row[1].set(title=f"{kind}: accepted draft length", ylabel="draft tokens per block")

@@ -197,7 +197,7 @@ def panels(
     return figure, [list(row) for row in grid]
 
 
-def line(panel: Axes, x: Sequence[float], y: Sequence[float], style: Style) -> None:
+def plot_line(panel: Axes, x: Sequence[float], y: Sequence[float], style: Style) -> None:
     """Draw a drafter's points, joined; many points are smaller ones."""
     size = 4.5 if len(x) <= 10 else 3.2
     panel.plot(x, y, style.dash, color=style.colour, marker=style.marker, markersize=size)

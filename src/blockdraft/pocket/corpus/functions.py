@@ -94,7 +94,7 @@ LOOPS = {
 }
 """The same summaries as loops: before, inside, and what is returned."""
 
-LABELS = (
+LABEL_PAIRS = (
     *(("big", "small"), ("yes", "no"), ("high", "low"), ("stop", "go"), ("left", "right")),
     *(("red", "blue"), ("hot", "cold"), ("open", "closed"), ("old", "new")),
 )
@@ -265,7 +265,7 @@ def formula(dice: Dice) -> FunctionTask:
 def branch(dice: Dice) -> FunctionTask:
     """Compose a choice between two words, by a condition on a number."""
     condition, _, test, holds = dice.pick(CONDITIONS["numbers"])
-    yes, no = dice.pick(LABELS)
+    yes, no = dice.pick(LABEL_PAIRS)
     k = dice.between(2, 30)
     condition, test = (fill(part, {"$k": str(k), "$i": "$x"}) for part in (condition, test))
     bodies = (
