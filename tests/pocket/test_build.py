@@ -237,8 +237,9 @@ def test_a_file_in_place_of_the_folder(tmp_path, capsys):
     assert "is a file; give a folder" in capsys.readouterr().err
 
 
-def test_minutes_pause_the_build_and_the_next_call_goes_on(tmp_path, capsys, monkeypatch):
+def test_minutes_pause_the_build_and_the_next_call_goes_on(tokenizer, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "Settings", lambda: TINY)
+    monkeypatch.setattr(command, "train_tokenizer", lambda **_: tokenizer)  # three take seconds
     monkeypatch.setattr(command, "measure_quality", lambda *_: {"perplexity": {}})
     arguments = ["--out", str(tmp_path), "--stages", "1x2,2x2", "--threads", "1"]
     assert command.main([*arguments, "--minutes", "1e-9"]) == command.PAUSED
