@@ -1,4 +1,4 @@
-"""One process or many: the device, the process group, and modules that are replicated or sharded over it."""
+"""Run in one process or many: the device, the process group, and modules replicated or sharded over it."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal, for matrices between hidden states (Jordan et al., 2024).
+"""Muon makes the update of momentum orthogonal, for matrices between hidden states (Jordan et al., 2024).
 
 For a matrix W ``[m, n]`` with gradient G and momentum M,
 

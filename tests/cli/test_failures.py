@@ -195,6 +195,7 @@ def test_the_version(run):
     assert run("--version") == (0, "0.1.0\n", "")
 
 
+@pytest.mark.slow  # a process of its own
 def test_output_that_nobody_reads_is_no_error():
     command = [sys.executable, "-m", "blockdraft", "recipes", "ls"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

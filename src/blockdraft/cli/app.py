@@ -1,4 +1,4 @@
-"""The tree of verbs, and what a mistake looks like: one line on stderr, and an exit code."""
+"""Build the tree of verbs, and turn mistakes into one line on stderr and an exit code."""
 
 import os
 import signal
@@ -13,9 +13,8 @@ from blockdraft import __version__
 from blockdraft.cli.data import inspect, prompts, regenerate
 from blockdraft.cli.demo import demo
 from blockdraft.cli.doctor import doctor
-from blockdraft.cli.drafters import list_drafters
+from blockdraft.cli.drafters import export, export_target, list_drafters
 from blockdraft.cli.evaluate import evaluate, report
-from blockdraft.cli.export import export, export_target
 from blockdraft.cli.generate import generate
 from blockdraft.cli.study import study
 from blockdraft.cli.train import estimate, list_recipes, show_recipe, train, validate_recipes

@@ -1,4 +1,4 @@
-"""``blockdraft evaluate`` and ``report``: the verbs that end with a table of results."""
+"""``blockdraft evaluate`` and ``report`` are the verbs that end with a table of results."""
 
 import sys
 from pathlib import Path

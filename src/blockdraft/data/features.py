@@ -1,4 +1,4 @@
-"""What a drafter reads of its target: computed beside the trainer, or once and kept on disk.
+"""Compute what a drafter reads of its target, beside the trainer, or once to be kept on disk.
 
 A cache ties itself to the fingerprint of the target, its layers and precision, and to the texts; its files are
 checksummed and mapped into memory. It covers a whole data folder, so that runs with other held-out texts share it.

@@ -1,4 +1,4 @@
-"""Prompts in, texts out: every assistant turn is sampled anew from the target, into a data folder."""
+"""Turn prompts into texts: every assistant turn is sampled anew from the target, into a data folder."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Sampled texts on disk and in memory: Parquet shards in a data folder, and the dataset read from them.
+"""Keep sampled texts on disk and in memory: Parquet shards in a data folder, and the dataset read from them.
 
 A shard is written beside its place, synced and moved there; only then the manifest, written the same
 way, lists it with its checksum. What the manifest does not list does not exist.

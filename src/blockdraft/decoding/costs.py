@@ -23,7 +23,7 @@ from blockdraft.files import write_json
 from blockdraft.targets import Target
 from blockdraft.verification import Rule, Verdict, expected_retention
 
-PHASES = ("draft", "verify", "rest")
+TIMED_PHASES = ("draft", "verify", "rest")
 TOKENS_PER_TEXT = 8
 """The new tokens of each text that rounds are timed on: enough for a round or more of every length."""
 
@@ -75,7 +75,7 @@ def measure_costs(
             f"{target.name} ends its answers to these prompts too early to time rounds of up to {whole} proposals; "
             "give the number of proposals yourself"
         )
-    timed = {phase: tuple(median(each.seconds[phase] for each in rounds) for rounds in seen) for phase in PHASES}
+    timed = {phase: tuple(median(each.seconds[phase] for each in rounds) for rounds in seen) for phase in TIMED_PHASES}
     return RoundCosts(**timed)
 
 

@@ -1,4 +1,4 @@
-"""What ``config.json`` says against what the target is and what engines make of it.
+"""Compare what ``config.json`` says with what the target is and what engines make of it.
 
 Each check yields findings and mends the folder's copy of the configuration, so that one mistake does not hide the next
 one, and so that a drafter whose configuration is wrong can still be measured.

@@ -1,4 +1,4 @@
-"""The examination of a drafter's folder, from its configuration to the readings that fit its weights."""
+"""Examine a drafter's folder, from its configuration to the readings that fit its weights."""
 
 from collections.abc import Sequence
 from pathlib import Path

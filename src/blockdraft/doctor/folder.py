@@ -1,4 +1,4 @@
-"""A drafter's folder under examination, and what was found: a line for each check, and the lengths that were measured.
+"""Read a drafter's folder for an examination, and hold what was found: a line for each check, and measured lengths.
 
 A folder keeps its configuration as it stands beside a copy that is mended where something is wrong.
 """

@@ -1,4 +1,4 @@
-"""The tensors of a folder: names, shapes, numbers, and whose head and embedding they are."""
+"""Check the tensors of a folder: names, shapes, numbers, and whose head and embedding they are."""
 
 import copy
 from collections import Counter

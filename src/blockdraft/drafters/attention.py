@@ -1,4 +1,4 @@
-"""Attention of many blocks to their contexts, three ways that must agree.
+"""Let many blocks attend to their contexts, in three ways that must agree.
 
 Block a sits on row ``row[a]`` of the context. It sees the context positions
 ``start[a] <= t < anchor[a]`` of that row, its own slots, and nothing else: not

@@ -1,4 +1,4 @@
-"""Drafters on disk and on the Hub: finding them, and reading and writing ``config.json`` and ``model.safetensors``.
+"""Find drafters on disk and on the Hub, and read and write their ``config.json`` and ``model.safetensors``.
 
 Nothing is taken on trust: every name, shape and value of a tensor is checked, and so is the target it was made for.
 """

@@ -1,4 +1,4 @@
-"""Drafters: the shared backbone, and two final classes on top of it."""
+"""Draft blocks: the shared backbone, and two final classes on top of it."""
 
 import copy
 from abc import ABC, abstractmethod

@@ -32,7 +32,7 @@ from blockdraft.evaluation.candidates import (
 )
 from blockdraft.export.card import EMBEDDED_LICENCES, NAMES, UNKNOWN, markdown_table, public_name, save_card
 from blockdraft.export.folders import DRAFTER_FILES, replacing
-from blockdraft.provenance import Provenance
+from blockdraft.files import Provenance
 from blockdraft.recipes import Recipe, load_recipe, shipped_names
 from blockdraft.runs import Run
 

@@ -1,4 +1,4 @@
-"""Running a study: data, cells side by side, evaluations, one report; every stage resumes where it stopped.
+"""Run a study: data, cells side by side, evaluations, one report; every stage resumes where it stopped.
 
 out/study.yaml                     the study
 out/data/TARGET/                   texts of each target
@@ -20,14 +20,12 @@ from pathlib import Path
 
 import yaml
 
+from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.files import atomic_write, exclusive
 from blockdraft.recipes.loading import read_yaml_file
 from blockdraft.runs import Run
-from blockdraft.study.plan import Cell, StudyError, StudyRecipe
+from blockdraft.study.plan import StudyCell, StudyError, StudyRecipe
 from blockdraft.study.summary import StudySummary, summarize
-
-OnProgress = Callable[[str, int, int, int], None]
-"""(stage, done, of, tokens made now)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Study:
         """Return the folder of a target's texts: the one that the study names, or the one that it makes."""
         return self.recipe.targets[target].data or self.out / "data" / target
 
-    def run_folder(self, cell: Cell) -> Path:
+    def run_folder(self, cell: StudyCell) -> Path:
         """Return the folder of a cell's training run."""
         return self.out / "runs" / cell.name
 
@@ -85,7 +83,7 @@ class Study:
             jobs.append(Job(f"data for {name}", ["data", "regenerate", "--target", model, *folders, *limits]))
         return jobs
 
-    def cache_folder(self, cell: Cell) -> Path:
+    def cache_folder(self, cell: StudyCell) -> Path:
         """Return the folder of the cached features that a cell reads, named by all that they depend on."""
         drafter, recipe = cell.recipe.drafter, cell.recipe
         parts = [cell.target, f"{drafter.num_features or 'default'}-layers"]
@@ -93,7 +91,7 @@ class Study:
         parts += [f"normalizer-{recipe.make_objective().temperature:g}"] if drafter.vocab_size is not None else []
         return self.out / "features" / "-".join(parts)
 
-    def training_job(self, cell: Cell) -> Job:
+    def training_job(self, cell: StudyCell) -> Job:
         """Return the command that trains one cell."""
         fields = cell.assignments(self.data_folder(cell.target), self.cache_folder(cell))
         return Job(cell.name, ["train", cell.recipe_name, *fields, "--out", str(self.run_folder(cell))])
@@ -117,7 +115,7 @@ class Study:
             f"evaluation of {target}, seed {seed}", [*arguments, "--out", str(self.evaluation_folder(target, seed))]
         )
 
-    def steps_done(self, cell: Cell) -> tuple[int, int | None]:
+    def steps_done(self, cell: StudyCell) -> tuple[int, int | None]:
         """Return the steps that a cell has taken, and how many it will take; None if that is not known yet."""
         if not Run.is_run(self.run_folder(cell)):
             return 0, None
@@ -126,7 +124,7 @@ class Study:
         saved = max(run.checkpoints(), default=0)
         return max(saved, metrics[-1]["step"] if metrics else 0), run.info.num_steps
 
-    def is_trained(self, cell: Cell) -> bool:
+    def is_trained(self, cell: StudyCell) -> bool:
         """Return whether a cell's last checkpoint is the end of its training."""
         if not Run.is_run(self.run_folder(cell)):
             return False

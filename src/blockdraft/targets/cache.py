@@ -1,4 +1,4 @@
-"""KV caches: of one text, with rollback by length, and of many texts decoded side by side, one slot each."""
+"""Keep keys and values: of one text, with rollback by length, and of many texts side by side, one slot each."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ ROOM_AHEAD = 64
 
 
 class KVCache(Cache):
-    """Keys and values of every layer, in storage allocated once.
+    """Holds keys and values of every layer, in storage allocated once.
 
     A forward pass writes behind what is there; `rollback` forgets everything
     from some length on by moving that length, and copies nothing.
@@ -33,7 +33,7 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """Give the number of tokens that it holds."""
         return self.get_seq_length()
 
     def rollback(self, length: int) -> None:
@@ -73,7 +73,7 @@ class KVCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """The memory that keys and values take."""
+        """Give the memory that keys and values take."""
         return sum(x.numel() * x.element_size() for x in (self._keys, self._values) if x is not None)
 
     def room_until(self, end: int) -> int:
@@ -131,7 +131,7 @@ class _Layer(CacheLayerMixin):
 
 
 class BatchedKVCache:
-    """A target over up to ``num_slots`` texts of up to ``capacity`` tokens, each at its own length.
+    """Runs a target over up to ``num_slots`` texts of up to ``capacity`` tokens, each at its own length.
 
     The texts in use fill the slots from the front without gaps, so that every pass
     works on slices of the storage. A text that ends gives its slot to the last one.
@@ -147,7 +147,7 @@ class BatchedKVCache:
         self._seen: Tensor | None = None
 
     def __len__(self) -> int:
-        """Texts held."""
+        """Return how many texts it holds."""
         return len(self.lengths)
 
     @torch.inference_mode()
@@ -204,7 +204,7 @@ class BatchedKVCache:
 
 
 class _BatchedLayer(CacheLayerMixin):
-    """Keys and values of one layer, ``[slots, kv_heads, room, d]``."""
+    """Holds keys and values of one layer, ``[slots, kv_heads, room, d]``."""
 
     is_sliding = False
 

@@ -1,4 +1,4 @@
-"""The parts of one optimizer step: batches made ahead of time, the pass through drafter and objective, optimizers.
+"""Take one optimizer step: batches made ahead of time, the pass through drafter and objective, optimizers.
 
 On a GPU the drafter's layers are compiled, if compiled ones then compute what they should.
 """
