@@ -121,3 +121,19 @@ def test_what_can_be_no_name_at_all(asked, name):
     with pytest.raises(UnsupportedTargetError):
         load_target(name)
     assert asked == []
+
+
+def test_the_attention_kernel_can_be_named_and_one_of_another_kind_also_decodes(tmp_path):
+    tiny_target(dtype=torch.float32).save(tmp_path)
+    for name in (None, "eager"):
+        target = load_target(tmp_path, attn_implementation=name, device="cpu")
+        assert target.model.config._attn_implementation == (name or "sdpa")
+    target.model.config._attn_implementation = "flash_attention_2"  # as it is where its package is installed
+    target.new_cache(20)
+    assert target.decoder is None
+    target.model.config._attn_implementation = "eager"
+    target._decoder_key = None
+    target.new_cache(20)
+    assert target.decoder is not None
+    with pytest.raises(UnsupportedTargetError, match="flashiest"):
+        load_target(tmp_path, attn_implementation="flashiest", device="cpu")

@@ -84,3 +84,12 @@ def test_every_parameter_has_one_optimizer_and_tables_are_left_to_adamw(kind):
     assert is_matrix("fc.weight", drafter.fc.weight)
     if kind == "dspark":
         assert not is_matrix("markov_head.markov_w1.weight", drafter.markov_head.markov_w1.weight)
+
+
+def test_adamw_is_one_kernel_on_cuda_alone(monkeypatch):
+    drafter = tiny_drafter("dflash", tiny_target())
+    (usual,) = make_optimizers(drafter, OptimizerSection())
+    assert not usual.defaults["fused"]
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    (there,) = make_optimizers(drafter, OptimizerSection())
+    assert there.defaults["fused"] is True

@@ -179,9 +179,9 @@ class _Text:
 
     def start(self, seed: int) -> None:
         """Read the prompt and draw the first token."""
-        start = clock()
+        start = self._now()
         token = self.rounds.start(self.out.prompt, seed)
-        self.out.prefill_seconds = clock() - start
+        self.out.prefill_seconds = self._now() - start
         self._append([token])
         if self.on_round is not None:
             self.on_round(Round([], 0, token, {}))
