@@ -4,7 +4,6 @@
 the product, and goes on where it stopped. `answer_twice` answers prompts with a shipped drafter and without, in turns.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -42,6 +41,7 @@ from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.pocket import FAMILIES, heldout
 from blockdraft.recipes import load_recipe
 from blockdraft.reports import ReportFiles, write_report
+from blockdraft.runs import Run
 from blockdraft.targets import Target, load_target
 
 KIND = "dflash"
@@ -185,10 +185,9 @@ class Demo:
     def _show_training(self) -> None:
         """Show the steps of each run, as far as its metrics tell."""
         for name, folder in self.runs.items():
-            with suppress(OSError, ValueError, IndexError):
-                of = json.loads((folder / "run.json").read_text())["num_steps"]
-                last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-                self.on_progress(f"training with {name.upper()}", last["step"], of, 0)
+            with suppress(BlockdraftError, OSError, IndexError):  # not there yet, or damaged, as the training will say
+                run = Run.open(folder)
+                self.on_progress(f"training with {name.upper()}", run.metrics()[-1]["step"], run.info.num_steps, 0)
 
     def _evaluate(self, target: Target) -> Results:
         """Measure both drafters, and beside them the shipped ones of the same kind."""

@@ -5,7 +5,9 @@ import json
 import re
 
 import pytest
+import yaml
 
+from blockdraft.data import DataError
 from blockdraft.recipes import RecipeError
 from blockdraft.study import Study, StudyError, load_study, shipped_studies
 from blockdraft.study import run as run_module
@@ -58,6 +60,35 @@ def test_mistakes_are_said_before_anything_runs(tmp_path):
     file.write_text(TINY.replace("seeds: [1]", "sed: [1]"))
     with pytest.raises(StudyError, match="sed"):
         load_study(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"targets": {"..": {"recipe": "pocket"}}}, "the first a letter or a digit"),
+        ({"objectives": {".bv": {"recipe": "bv"}}}, "the first a letter or a digit"),
+        ({"seeds": [1, 1]}, "two cells are called"),
+        ({"drafters": ["dflash", "dflash"]}, "two cells are called"),
+        ({"evaluation": {"tasks": []}}, "evaluation.tasks"),
+        ({"evaluation": {"rules": ["block", "block"]}}, "block stands twice"),
+    ],
+)
+def test_cells_that_would_share_a_folder_or_lead_out_of_it_are_refused(tmp_path, change, reason):
+    values = yaml.safe_load(TINY)
+    file = tmp_path / "s.yaml"
+    file.write_text(yaml.safe_dump(values | change))
+    with pytest.raises(StudyError, match=reason):
+        load_study(file)
+
+
+def test_data_that_are_not_there_are_said_before_anything_runs(tmp_path):
+    values = yaml.safe_load(TINY)
+    for target in values["targets"].values():
+        target["data"] = str(tmp_path / "nowhere")
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(DataError, match="nowhere"):
+        Study(load_study(tmp_path / "s.yaml"), tmp_path / "out").run()
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_plan_assumes_what_the_study_says_unless_told_otherwise():

@@ -1,5 +1,8 @@
 """A target's folder or name that cannot be used: said in one line, by name, and at once."""
 
+import contextlib
+import io
+import json
 import shutil
 import socket
 
@@ -83,6 +86,20 @@ def test_a_tokenizer_of_a_larger_model_is_refused_when_it_is_used(folder):
     target.tokenizer.add_tokens(["new"])
     with pytest.raises(UnsupportedTargetError, match="gives the token 40, and its embedding has 40 rows"):
         target.encode("w7 new")
+
+
+@pytest.mark.parametrize(
+    ("file", "auto"), [("config.json", "AutoModelForCausalLM"), ("tokenizer_config.json", "AutoTokenizer")]
+)
+def test_code_of_a_model_is_not_run_whatever_stdin_says(folder, tmp_path, monkeypatch, file, auto):
+    values = json.loads((folder / file).read_text())
+    values |= {"auto_map": {auto: "own.Own"}, "model_type" if file == "config.json" else "tokenizer_class": "Own"}
+    (folder / file).write_text(json.dumps(values))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Own: pass\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    with contextlib.suppress(UnsupportedTargetError):  # a tokenizer of a known kind can do without
+        load_target(folder)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

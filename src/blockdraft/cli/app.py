@@ -1,5 +1,6 @@
 """Build the tree of verbs, and turn mistakes into one line on stderr and an exit code."""
 
+import errno
 import os
 import signal
 import sys
@@ -132,7 +133,7 @@ def describe(error: OSError, out: object = None) -> str:
     path = error.filename if error.filename is not None else out
     reason = error.strerror or str(error) or type(error).__name__
     if path is None:
-        return reason
+        return f"standard output: {reason}" if error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) else reason
     return f"{os.fsdecode(path) if isinstance(path, bytes) else path}: {reason}"
 
 
@@ -196,6 +197,11 @@ def main() -> None:
         code = app(prog_name="blockdraft", standalone_mode=False)
     except usage_error as error:
         sys.exit(_explain(error))
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # of the help or the version, which belong to no verb
+        print(one_line(f"error: {describe(error)}"), file=sys.stderr)
+        sys.exit(MISTAKE)
     except typer.Abort as abort:
         raise abort.__cause__ or abort from None  # typer's word for a file that ends too early
     sys.exit(code if isinstance(code, int) else 0)

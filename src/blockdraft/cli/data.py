@@ -182,7 +182,7 @@ def regenerate(
     from blockdraft.data import regenerate as run
     from blockdraft.targets import Sampling, load_target
 
-    engine = engine or ("server" if server else "local")
+    engine = ("server" if server else "local") if engine is None else engine
     if engine not in ENGINES:
         raise typer.BadParameter(f"{engine!r} is not one of {', '.join(ENGINES)}", param_hint="--engine")
     if (engine == "server") != bool(server):

