@@ -19,7 +19,7 @@ from blockdraft.data.manifest import Provenance as DataProvenance
 from blockdraft.drafters import DrafterConfig
 from blockdraft.evaluation import results
 from blockdraft.evaluation.candidates import MeasuredLengths, Measurement, ShippedDrafter, TrainingTexts
-from blockdraft.provenance import Provenance
+from blockdraft.files import Provenance
 from blockdraft.recipes import load_recipe, shipped_names
 from blockdraft.runs import RunInfo, RunTarget
 from blockdraft.study import load_study, shipped_studies
@@ -184,8 +184,9 @@ def test_signatures_are_those_of_the_code(module, node):
 MODELS = [
     Manifest, Identity, DataProvenance, ShardRecord, RunInfo, RunTarget, Provenance, DrafterConfig, results.Results,
     results.TaskAbout, results.DrafterAbout, results.Cell, results.Average, results.PairedRatio, results.DynamicsPoint,
-    results.Profile, results.ProfileEntry, results.AcceptanceRates, results.Traces, results.TracedPrompt, results.Trace,
-    results.TracedRound, results.TracedToken, ShippedDrafter, Measurement, MeasuredLengths, TrainingTexts,
+    results.Profile, results.ProfileEntry, results.AcceptanceRates, results.Traces, results.TracedPrompt,
+    results.AnswerTrace, results.TracedRound, results.TracedToken, ShippedDrafter, Measurement, MeasuredLengths,
+    TrainingTexts,
 ]  # fmt: skip
 
 

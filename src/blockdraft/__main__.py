@@ -1,4 +1,4 @@
-"""``python -m blockdraft``."""
+"""Run the command line by ``python -m blockdraft``."""
 
 from blockdraft.cli import main
 

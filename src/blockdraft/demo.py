@@ -1,15 +1,15 @@
-"""From nothing to a report: data, two drafters trained live, evaluation beside the shipped ones, all in one folder.
+"""Show the product at work: from nothing to a report in one folder, or a few prompts answered in seconds.
 
-Every stage is an ordinary step of the product, and goes on where it stopped.
+`Demo` makes data, trains two drafters and evaluates them beside the shipped ones. Every stage is an ordinary step of
+the product, and goes on where it stopped. `answer_twice` answers prompts with a shipped drafter and without, in turns.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +25,27 @@ from blockdraft.data import (
     write_prompts,
 )
 from blockdraft.data.selection import draw, pocket_prompts
-from blockdraft.drafters import DrafterConfig
+from blockdraft.decoding import AdaptiveProposals, Generation, Round, RoundCosts, generate
+from blockdraft.drafters import Drafter, DrafterConfig
 from blockdraft.errors import BlockdraftError
-from blockdraft.evaluation import Evaluation, Protocol, Results, load_candidates, load_tasks, shipped_drafters
+from blockdraft.evaluation import (
+    Evaluation,
+    Protocol,
+    Results,
+    ShippedDrafter,
+    load_candidates,
+    load_tasks,
+    shipped_drafters,
+)
+from blockdraft.evaluation.evaluation import OnProgress
+from blockdraft.pocket import FAMILIES, heldout
 from blockdraft.recipes import load_recipe
 from blockdraft.reports import ReportFiles, write_report
+from blockdraft.runs import Run
 from blockdraft.targets import Target, load_target
 
 KIND = "dflash"
 OBJECTIVES = ("ce", "bv")
-
-OnProgress = Callable[[str, int, int, int], None]
-"""(stage, done, of, tokens made now)."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +78,7 @@ SIZES = {
     #               minutes    prompts tokens  eval decoded tokens  temperatures  dynamics
     "pocket": Size("fifteen",     2400,   256,   32,      5,   128, (0.6, 0.8, 1.0), 24, threads=1),
     "smollm2": Size("ninety",      400,   128,    6,      3,    64, (0.6, 0.8, 1.0), 4, changes=(
-        "drafter.initial=target", "data.num_heldout=40", "batch.num_texts=8", "batch.num_anchors=64",
-        "optimizer.num_train_epochs=20", "optimizer.learning_rate=1e-3", "logging.heldout_blocks=256",
+        "data.num_heldout=40", "batch.num_texts=8", "batch.num_anchors=128", "logging.heldout_blocks=256",
         "logging.logging_steps=1",
     )),
 }  # fmt: skip
@@ -127,16 +135,19 @@ class Demo:
         """Compute what the drafters read of the target, once for both."""
         recipe = load_recipe(*self._recipe(OBJECTIVES[0]))
         config = DrafterConfig.for_target(recipe.drafter.kind, target, **recipe.drafter.config_options())
-        training, _ = open_dataset(self.out / "data", target).split(recipe.data.num_heldout, recipe.seed)
-        of, done = len(training.tokens), 0
+        dataset = open_dataset(self.out / "data", target)
+        of, done = len(dataset.tokens), 0
 
         def count(tokens: int) -> None:
             nonlocal done
             done += tokens
             self.on_progress("features of the target", done, of, tokens)
 
-        max_bytes = int(recipe.data.cache_gib * 2**30)
-        build_cache(self.out / "features", target, training, config.target_layers, max_bytes=max_bytes, on_tokens=count)
+        build_cache(
+            self.out / "features", target, dataset, config.target_layers,
+            max_bytes=int(recipe.data.cache_gib * 2**30), on_tokens=count,
+            normalizer_temperature=None if recipe.drafter.vocab_size is None else recipe.make_objective().temperature,
+        )  # fmt: skip
         self.on_progress("features of the target", of, of, 0)
 
     def _train(self) -> None:
@@ -174,10 +185,9 @@ class Demo:
     def _show_training(self) -> None:
         """Show the steps of each run, as far as its metrics tell."""
         for name, folder in self.runs.items():
-            with suppress(OSError, ValueError, IndexError):
-                of = json.loads((folder / "run.json").read_text())["num_steps"]
-                last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-                self.on_progress(f"training with {name.upper()}", last["step"], of, 0)
+            with suppress(BlockdraftError, OSError, IndexError):  # not there yet, or damaged, as the training will say
+                run = Run.open(folder)
+                self.on_progress(f"training with {name.upper()}", run.metrics()[-1]["step"], run.info.num_steps, 0)
 
     def _evaluate(self, target: Target) -> Results:
         """Measure both drafters, and beside them the shipped ones of the same kind."""
@@ -197,3 +207,119 @@ class Demo:
         """Give the names of the shipped drafters for this target that are of the kind that is trained here."""
         alike = [each for each in shipped_drafters() if each.recipe.drafter.kind == KIND and each.target == self.name]
         return [each.name for each in alike if each.recipe.objective.name in OBJECTIVES]
+
+
+QUICK_WARM_UP_TOKENS = 8
+QUESTIONS = (
+    "What is a river?",
+    "Write a Python function that returns the largest number of a list.",
+    "A train leaves at 9 and arrives at 11:30. How long does it travel?",
+)
+"""What any instruction-tuned target can answer; pocket is asked some of its held-out prompts instead."""
+
+
+class NothingShippedError(BlockdraftError):
+    """No drafter for the target comes with this installation, and the message says what to do."""
+
+
+@dataclass(frozen=True)
+class QuickAnswer:
+    """Holds one prompt, answered twice: with the drafter, and by the target alone."""
+
+    prompt: str
+    drafted: Generation
+    alone: Generation
+
+    @property
+    def speedup(self) -> float:
+        """Give tokens per second with the drafter over those without; both times include reading the prompt."""
+        return speedup([self])
+
+
+def speedup(answers: Sequence[QuickAnswer]) -> float:
+    """Return the pooled tokens per second with the drafter over those without."""
+    return pooled_speed([each.drafted for each in answers]) / pooled_speed([each.alone for each in answers])
+
+
+def pooled_speed(answers: Sequence[Generation]) -> float:
+    """Return the tokens of some generations, divided by the time that all of them took."""
+    return sum(len(each.tokens) for each in answers) / sum(each.seconds for each in answers)
+
+
+def tokens_per_call(answers: Sequence[Generation]) -> float:
+    """Return the tokens that a verification call retained on average."""
+    rounds = [each for answer in answers for each in answer.rounds]
+    return sum(len(each.tokens) for each in rounds) / max(1, len(rounds))
+
+
+def best_shipped(target: str) -> ShippedDrafter:
+    """Return the shipped drafter of a target with the longest predicted length, drafts sampled, blocks verified.
+
+    A measured speed-up has the luck of sampling and of the machine in it; the prediction has neither.
+    """
+    found = [each for each in shipped_drafters() if each.target == target]
+    if not found:
+        raise NothingShippedError(
+            f"no drafter for {target} comes with this installation; train one (make demo, or blockdraft train) and "
+            "give its folder with --drafter"
+        )
+
+    def length(record: ShippedDrafter) -> float:
+        rows = [] if record.measured is None else [each for each in record.measured.lengths if each.rule == "block"]
+        return max((each.predicted_length.value for each in rows if each.choice != "one-hot"), default=0.0)
+
+    return max(found, key=length)
+
+
+def quick_prompts(target: str, num_each: int = 1) -> list[str]:
+    """Return prompts for a target: of each of pocket's families some held-out ones, and one that people ask."""
+    if target != "pocket":
+        return list(QUESTIONS)
+    return [*(each.prompt for family in FAMILIES for each in heldout(family, num_each)), QUESTIONS[0]]
+
+
+def answer_twice(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[str],
+    *,
+    costs: RoundCosts | None = None,
+    draft_temperature: float | None = None,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    on_prompt: Callable[[str], None] | None = None,
+    on_round: Callable[[Round], None] | None = None,
+    on_answer: Callable[[QuickAnswer], None] | None = None,
+) -> list[QuickAnswer]:
+    """Answer every prompt with the drafter and alone, at temperature 1 under block verification.
+
+    The two take turns, prompt by prompt, so that whatever slows the machine slows both; neither is timed before it has
+    run once.
+
+    Args:
+        target, drafter: the models.
+        prompts: user messages.
+        costs: of rounds on this machine; if given, the number of proposals adapts to each text.
+        draft_temperature: of the drafter; the target's if not given.
+        max_new_tokens: of each answer.
+        seed: of the first answer; each further one has the next.
+        on_prompt: called with each prompt before it is answered.
+        on_round: called in every round with the drafter, as by `generate`.
+        on_answer: called with each prompt's two answers.
+    """
+    for small in (drafter, None):
+        generate(target, small, prompts[0], max_new_tokens=QUICK_WARM_UP_TOKENS, seed=seed)
+    answers = []
+    for number, prompt in enumerate(prompts):
+        if on_prompt is not None:
+            on_prompt(prompt)
+        drafted = generate(
+            target, drafter, prompt, draft_temperature=draft_temperature, max_new_tokens=max_new_tokens,
+            seed=seed + number, on_round=on_round,
+            num_proposals=None if costs is None else AdaptiveProposals(costs),
+        )  # fmt: skip
+        alone = generate(target, None, prompt, max_new_tokens=max_new_tokens, seed=seed + number)
+        answers.append(QuickAnswer(prompt, drafted, alone))
+        if on_answer is not None:
+            on_answer(answers[-1])
+    return answers

@@ -1,4 +1,4 @@
-"""One process or many: the device, the process group, and modules that are replicated or sharded over it."""
+"""Run in one process or many: the device, the process group, and modules replicated or sharded over it."""
 
 import os
 from collections.abc import Iterator
@@ -41,6 +41,29 @@ def choose_device(name: str | torch.device | None = None) -> torch.device:
         ) from error
 
 
+def _variable(name: str, least: int, default: int | None = None) -> int:
+    """Return a number that torchrun has set for its processes; `DeviceError` if it is none."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise DeviceError(
+            f"the environment variable {name} is {'not set' if text is None else repr(text)}; torchrun sets it for "
+            f"each of its processes to a number of at least {least}: start with torchrun, or unset WORLD_SIZE"
+        )
+    return int(text)
+
+
+def _check_variables() -> None:
+    """Refuse at once what the process group would wait for in vain, or raise about in its own words."""
+    rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    if rank >= size:
+        raise DeviceError(f"RANK is {rank} and WORLD_SIZE {size}; torchrun numbers its processes from 0")
+    _variable("MASTER_PORT", 1)
+    if not os.environ.get("MASTER_ADDR"):
+        raise DeviceError("the environment variable MASTER_ADDR is not set; torchrun sets it for its processes")
+
+
 class Distributed:
     """Joins the process group that torchrun made, or stands for this process alone.
 
@@ -49,10 +72,12 @@ class Distributed:
     """
 
     def __init__(self, device: str | None = None) -> None:
-        self.is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        self.is_distributed = _variable("WORLD_SIZE", 1, default=1) > 1
+        if self.is_distributed:
+            _check_variables()
         chosen = choose_device(device)
         if self.is_distributed and chosen.type == "cuda" and chosen.index is None:
-            chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            chosen = choose_device(f"cuda:{_variable('LOCAL_RANK', 0)}")
             torch.cuda.set_device(chosen)
         self.device = chosen
         if self.is_distributed and not dist.is_initialized():
@@ -92,8 +117,9 @@ class Distributed:
 
         On CPUs they run at once: what they load stays in the host's memory anyhow.
         """
-        turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.is_distributed and self.device.type != "cpu" else 1
-        mine = int(os.environ.get("LOCAL_RANK", "0")) if turns > 1 else 0
+        alone = not self.is_distributed or self.device.type == "cpu"
+        turns = 1 if alone else _variable("LOCAL_WORLD_SIZE", 1, default=1)
+        mine = _variable("LOCAL_RANK", 0, default=0) if turns > 1 else 0
         for _ in range(mine):
             self.barrier()
         try:

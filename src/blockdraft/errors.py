@@ -1,4 +1,4 @@
-"""The one base class of everything a user can get wrong, and how other packages' errors are told in one line."""
+"""Define the one base class of everything a user can get wrong, and tell other packages' errors in one line."""
 
 
 class BlockdraftError(ValueError):

@@ -1,23 +1,26 @@
-"""Files and folders that appear whole or not at all, and that one process writes at a time; and reading them strictly.
+"""Write files and folders that appear whole or not at all, one process at a time, and read them strictly.
 
 Whatever another process, another version or an editor may have left in a file's place is an error that names the file:
-`read_json` and `read_model` are how every JSON file of ours is read.
+`read_json` and `read_model` are how every JSON file of ours is read. `Provenance` says which versions wrote it.
 """
 
 import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import stat
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from blockdraft.errors import BlockdraftError
 
@@ -238,3 +241,47 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+# What every artefact says of its making
+
+
+class Provenance(BaseModel):
+    """Holds the versions of blockdraft, its main dependencies and Python, and the git revision if there is one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    blockdraft: str
+    torch: str
+    transformers: str
+    python: str
+    git: str | None = None
+
+    @classmethod
+    def here(cls) -> "Provenance":
+        """Return the provenance of what this process makes."""
+        return cls(
+            blockdraft=package_version("blockdraft"),
+            torch=package_version("torch"),
+            transformers=package_version("transformers"),
+            python=platform.python_version(),
+            git=git_revision(),
+        )
+
+
+def package_version(name: str) -> str:
+    """Return the version of an installed package, or ``unknown``."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def git_revision() -> str | None:
+    """Return the revision of the checkout that this package runs from; None if it is installed."""
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()

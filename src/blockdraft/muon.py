@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal, for matrices between hidden states (Jordan et al., 2024).
+"""Muon makes the update of momentum orthogonal, for matrices between hidden states (Jordan et al., 2024).
 
 For a matrix W ``[m, n]`` with gradient G and momentum M,
 
@@ -22,12 +22,16 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 NUM_ITERATIONS = 5
 
+LEAST_BFLOAT16_SIDE = 512
+"""The short side of a matrix from which a CPU's bfloat16 products repay the conversions."""
+
 
 class Muon(torch.optim.Optimizer):
     """Update matrices by the formulas above; matrices of one shape go through the iteration together.
 
-    It runs in the weights' own float32. PyTorch's `torch.optim.Muon` runs it in bfloat16, which is far slower on CPUs
-    without bfloat16 arithmetic. Sharded parameters are gathered for it.
+    The iteration runs in bfloat16 where that is faster (see `iteration_dtype`), and in the weights' own precision
+    elsewhere; PyTorch's `torch.optim.Muon` runs it in bfloat16 everywhere, which is far slower on CPUs without
+    bfloat16 arithmetic. Sharded parameters are gathered for it.
     """
 
     def __init__(
@@ -68,11 +72,26 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = (matrices if wide else matrices.mT).reshape(-1, *sorted(matrices.shape[-2:]))
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    x = (x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)).to(iteration_dtype(x))
     for _ in range(NUM_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x if wide else x.mT).reshape(matrices.shape)
+    return (x if wide else x.mT).reshape(matrices.shape).to(matrices.dtype)
+
+
+def iteration_dtype(x: Tensor) -> torch.dtype:
+    """Return the precision of the iteration over float32 matrices ``[.., m, n]``, m <= n.
+
+    Singular values end between 0.7 and 1.2 anyway, so bfloat16 is good enough. It is faster on GPUs, and twice as fast
+    on CPUs that have bfloat16 arithmetic and matrices that are large enough.
+    """
+    if x.dtype != torch.float32:
+        return x.dtype
+    if x.device.type == "cpu":
+        is_faster = x.shape[-2] >= LEAST_BFLOAT16_SIDE and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    else:
+        is_faster = x.device.type == "cuda"
+    return torch.bfloat16 if is_faster else torch.float32
 
 
 def _whole(matrix: Tensor) -> Tensor:

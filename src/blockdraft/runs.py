@@ -1,4 +1,4 @@
-"""A training run on disk: one reader and one writer of its folder.
+"""Read and write a training run on disk: this is the one reader and the one writer of its folder.
 
 run/run.json                   what the run is: resolved recipe, target, data, sizes, versions
 run/recipe.yaml                the recipe alone, to train from again
@@ -33,6 +33,7 @@ from blockdraft.drafters.checkpoint import CONFIG, WEIGHTS
 from blockdraft.errors import BlockdraftError
 from blockdraft.files import (
     UNFINISHED,
+    Provenance,
     atomic_folder,
     atomic_write,
     complete_lines,
@@ -45,7 +46,6 @@ from blockdraft.files import (
     sync,
     write_json,
 )
-from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, to_yaml
 from blockdraft.targets import Target
 

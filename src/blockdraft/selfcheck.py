@@ -79,7 +79,7 @@ def compare(name: str, found: Tensor, expected: Tensor, tolerance: float) -> Non
 
 def versions(device: torch.device) -> str:
     """Return the versions that a report of a failure needs."""
-    from blockdraft.provenance import package_version  # not with the package: it takes longer than all of this module
+    from blockdraft.files import package_version  # not with the package: it takes longer than all of this module
 
     parts = [f"blockdraft {blockdraft.__version__}", f"torch {torch.__version__}"]
     parts.append(f"triton {package_version('triton')}")

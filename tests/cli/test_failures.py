@@ -65,8 +65,18 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_2(run, error, line):
     assert run(raises=error) == (2, "", f"error: {line}\n")
 
 
-def test_a_verb_without_a_folder_names_the_reason_alone():
-    assert cli.describe(OSError(errno.ENOSPC, "No space left on device")) == "No space left on device"
+def test_a_verb_without_a_folder_writes_to_standard_output():
+    assert cli.describe(OSError(errno.ENOSPC, "No space left on device")) == "standard output: No space left on device"
+    assert cli.describe(OSError(errno.ECONNRESET, "Connection reset")) == "Connection reset"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")  # noqa: PTH110
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["recipes", "ls"], ["generate", "--help"]])
+def test_a_full_standard_output_is_one_line(arguments):
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        command = [sys.executable, "-m", "blockdraft", *arguments]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (2, "error: standard output: No space left on device\n")
 
 
 def test_ctrl_c_says_whether_the_same_command_resumes(run):
@@ -195,6 +205,7 @@ def test_the_version(run):
     assert run("--version") == (0, "0.1.0\n", "")
 
 
+@pytest.mark.slow  # a process of its own
 def test_output_that_nobody_reads_is_no_error():
     command = [sys.executable, "-m", "blockdraft", "recipes", "ls"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

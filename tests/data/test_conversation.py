@@ -6,7 +6,7 @@ import pytest
 
 from blockdraft.data import Conversation, GenerationSettings, Prompt
 from blockdraft.decoding import generate
-from blockdraft.evaluation.conversation import DecodingSetup, converse
+from blockdraft.evaluation.drafting import DecodingSetup, converse
 from blockdraft.targets import Sampling
 
 from tiny import EOS, tiny_drafter, tiny_target

@@ -142,12 +142,32 @@ def test_a_cache_of_something_else_is_refused(tmp_path, paths):
         CachedFeatures(tmp_path, tiny_target(seed=5), paths, LAYERS)
     with pytest.raises(DataError, match=r"layers \[1, 3\] there, \[1, 2\] here"):
         CachedFeatures(tmp_path, target, paths, (1, 2))
+    others = TextDataset.of([Completion("x", [1, 2], [3, 4], "stop")])
     with pytest.raises(DataError, match="data"):
-        CachedFeatures(tmp_path, target, paths.split(3)[0], LAYERS)
+        CachedFeatures(tmp_path, target, others, LAYERS)
     with pytest.raises(DataError, match="dtype 'float64' there, 'float32' here"):
         build_cache(tmp_path, tiny_target(dtype=torch.float32), paths, LAYERS, max_bytes=10**8)
     with pytest.raises(DataError, match="not a feature cache"):
         CachedFeatures(tmp_path / "nothing", target, paths, LAYERS)
+
+
+def test_one_cache_serves_every_split_of_its_texts(tmp_path, paths):
+    target = tiny_target()
+    build_cache(tmp_path, target, paths.split(3, seed=1)[0], LAYERS, max_bytes=10**8)
+    before = (tmp_path / "features.json").read_bytes()
+    for seed in (2, 3):
+        training, heldout = paths.split(4, seed)
+        for part in (training, heldout, training.split(2, seed)[0]):
+            build_cache(tmp_path, target, part, LAYERS, max_bytes=10**8)
+            steps = BatchSampler(part, num_texts=len(part), num_anchors=99, num_proposals=3, seed=0).step(0, 0)
+            (chosen,) = partition(steps, 1, part)
+            batch = collate(chosen, part, 3)
+            ours, theirs = CachedFeatures(tmp_path, target, part, LAYERS)(batch), OnlineFeatures(target, LAYERS)(batch)
+            for span in batch.spans:
+                at = (span.row, slice(span.start, span.end))
+                torch.testing.assert_close(ours.hidden[at], theirs.hidden[at])
+                torch.testing.assert_close(ours.features[at], theirs.features[at])
+    assert (tmp_path / "features.json").read_bytes() == before
 
 
 def test_a_cache_that_would_be_too_large_is_refused_before_it_is_begun(tmp_path, paths):

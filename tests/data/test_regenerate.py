@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 from dataclasses import asdict
 
@@ -105,15 +106,28 @@ def test_the_rows_are_all_turns_in_order_and_the_manifest_counts_them(tmp_path):
     assert [asdict(each) for each in read_completions(tmp_path)] == found
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder that was made in one go, for tests that do not change it; `copied` is for those that do."""
+    folder = tmp_path_factory.mktemp("whole")
+    make(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A finished folder of a test's own."""
+    return shutil.copytree(whole, tmp_path / "copied")
+
+
 @pytest.mark.parametrize("after", [0, 3, 5, 11, 22])
-def test_an_interrupted_run_resumes_to_the_same_rows(tmp_path, after):
+def test_an_interrupted_run_resumes_to_the_same_rows(tmp_path, whole, after):
     target = tiny_target()
-    make(tmp_path / "whole", target)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "parts", target, engine=Halting(target, 4, after=after))
     seen = []
     make(tmp_path / "parts", target, on_progress=lambda num, _tokens, new: seen.append((num, new)))
-    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    assert rows(tmp_path / "parts") == rows(whole)
     assert sum(num for num, _new in seen) == len(PROMPTS)
     assert sum(num for num, new in seen if not new) == after // 5 * 5
 
@@ -140,6 +154,42 @@ def test_a_finished_folder_asks_the_engine_for_nothing(tmp_path):
     assert again.asked == []
 
 
+@pytest.mark.parametrize("num_first", [10, 12])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_folder_grows_by_more_prompts_to_the_rows_that_all_of_them_give(tmp_path, num_first, interrupted):
+    target = tiny_target()
+    make(tmp_path / "whole", target)
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "grown", target, prompts=PROMPTS[:num_first], engine=Halting(target, 4, after=6))
+    else:
+        make(tmp_path / "grown", target, prompts=PROMPTS[:num_first])
+    seen = []
+    manifest = make(tmp_path / "grown", target, on_progress=lambda num, _tokens, new: seen.append((num, new)))
+    assert manifest == read_manifest(tmp_path / "whole")
+    assert rows(tmp_path / "grown") == rows(tmp_path / "whole")
+    assert sum(num for num, new in seen if not new) == (5 if interrupted else 10)  # whole shards of five are kept
+
+
+def test_a_folder_of_an_unexact_engine_grows_as_well(tmp_path):
+    make(tmp_path / "grown", prompts=PROMPTS[:12], engine=Unordered())
+    later = Unordered()
+    make(tmp_path / "grown", engine=later)
+    assert sorted(later.asked) == list(range(10, len(PROMPTS)))
+    make(tmp_path / "whole", engine=Unordered())
+    assert rows(tmp_path / "grown") == rows(tmp_path / "whole")
+
+
+def test_a_folder_of_other_prompts_does_not_grow(tmp_path):
+    make(tmp_path, prompts=PROMPTS[1:12])
+    before = rows(tmp_path), read_manifest(tmp_path)
+    with pytest.raises(DataError, match="num_prompts 11 there, 23 here"):
+        make(tmp_path)
+    with pytest.raises(DataError, match=r"temperature 1\.0 there, 0\.7 here"):
+        make(tmp_path, prompts=PROMPTS[1:13], settings=GenerationSettings(Sampling(0.7), 12, 60))
+    assert (rows(tmp_path), read_manifest(tmp_path)) == before
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -152,54 +202,49 @@ def test_a_finished_folder_asks_the_engine_for_nothing(tmp_path):
         ({"target": tiny_target(seed=3)}, "target '[0-9a-f]{16}' there"),
     ],
 )
-def test_a_folder_begun_with_something_else_is_refused(tmp_path, change, message):
-    make(tmp_path)
-    before = rows(tmp_path)
+def test_a_folder_begun_with_something_else_is_refused(copied, change, message):
+    before = rows(copied)
     with pytest.raises(DataError, match=message):
-        make(tmp_path, **change)
-    assert rows(tmp_path) == before
+        make(copied, **change)
+    assert rows(copied) == before
 
 
-def test_damage_is_found_and_named(tmp_path):
-    make(tmp_path)
-    shard = tmp_path / "shard-00002.parquet"
+def test_damage_is_found_and_named(copied):
+    shard = copied / "shard-00002.parquet"
     content = shard.read_bytes()
     shard.write_bytes(content[:-20])
-    for reader in (lambda: open_dataset(tmp_path), lambda: make(tmp_path)):
+    for reader in (lambda: open_dataset(copied), lambda: make(copied)):
         with pytest.raises(DataError, match=r"shard-00002.parquet is not as it was written"):
             reader()
     altered = bytearray(content)
     altered[len(content) // 2] ^= 1
     shard.write_bytes(altered)
     with pytest.raises(DataError, match=r"shard-00002.parquet is not as it was written"):
-        open_dataset(tmp_path)
+        open_dataset(copied)
     shard.unlink()
     with pytest.raises(DataError, match=r"shard-00002.parquet is missing"):
-        open_dataset(tmp_path)
+        open_dataset(copied)
 
 
-def test_a_deleted_shard_is_made_anew_as_it_was(tmp_path):
-    make(tmp_path)
-    before = rows(tmp_path)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
+def test_a_deleted_shard_is_made_anew_as_it_was(copied):
+    before = rows(copied)
+    manifest = json.loads((copied / "manifest.json").read_text())
     del manifest["shards"]["shard-00002.parquet"]
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    (tmp_path / "shard-00002.parquet").unlink()
-    make(tmp_path)
-    assert rows(tmp_path) == before
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    (copied / "shard-00002.parquet").unlink()
+    make(copied)
+    assert rows(copied) == before
 
 
-def test_data_of_another_target_or_template_is_refused(tmp_path):
-    target = tiny_target()
-    make(tmp_path, target)
+def test_data_of_another_target_or_template_is_refused(whole):
     with pytest.raises(DataError, match=r"was sampled from tiny qwen3 .* not from tiny llama"):
-        open_dataset(tmp_path, tiny_target("llama"))
+        open_dataset(whole, tiny_target("llama"))
     target = tiny_target()
     usual = target.tokenizer.chat_template
     try:
         target.tokenizer.chat_template = usual + " "
         with pytest.raises(DataError, match="another chat template"):
-            open_dataset(tmp_path, target)
+            open_dataset(whole, target)
     finally:
         target.tokenizer.chat_template = usual
 

@@ -41,7 +41,7 @@ def test_z_is_that_of_the_definition():
     assert check_sampling(dataset, target).z == pytest.approx(distance / variance**0.5, rel=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))])
 def test_data_sampled_as_it_should_be_passes(seed):
     target = tiny_target(seed=seed)
     check = check_sampling(sampled(target, Sampling()), target)
@@ -54,10 +54,10 @@ def test_data_sampled_as_it_should_be_passes(seed):
     ("sampling", "named"),
     [
         (Sampling(0.7), "most like temperature 0.7"),
-        (Sampling(1.3), "most like temperature 1.3"),
+        pytest.param(Sampling(1.3), "most like temperature 1.3", marks=pytest.mark.slow),
         (Sampling(top_k=6), "most like temperature 1, top-k 6"),
-        (Sampling(0.7, top_k=6), "most like temperature 0.7, top-k 6"),
-        (Sampling(top_p=0.8), "most like temperature 1, top-p 0.8"),
+        pytest.param(Sampling(0.7, top_k=6), "most like temperature 0.7, top-k 6", marks=pytest.mark.slow),
+        pytest.param(Sampling(top_p=0.8), "most like temperature 1, top-p 0.8", marks=pytest.mark.slow),
         (Sampling(0.0), "most like greedily, temperature 0"),
     ],
 )

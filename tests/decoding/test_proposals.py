@@ -69,6 +69,10 @@ def test_what_does_not_belong_together_is_refused():
         best_num_proposals(costs(1, 1, 1, 1), [1.5, 2.0])
     with pytest.raises(ValueError, match="same numbers"):
         RoundCosts((0.0, 1.0), (1.0,), (0.0, 0.0))
+    with pytest.raises(ValueError, match="none is negative"):
+        RoundCosts((0.0, -1.0), (1.0, 3.0), (0.0, 0.0))
+    with pytest.raises(ValueError, match="no time at all"):
+        RoundCosts((0.0, 1.0), (0.0, 1.0), (0.0, 0.0))
 
 
 def test_costs_are_measured_for_every_number(target):
@@ -112,6 +116,10 @@ def test_costs_are_remembered_per_models_and_machine(target, tmp_path, monkeypat
         costs_file(target, drafter.with_proposals(3), "block"),
     ]
     assert len({costs_file(target, drafter, "block"), *others}) == 5
+    for content in ("[]", "3", "[" * 100_000, '{"draft": 3}', '{"draft": [0, 0], "verify": [0, 0], "rest": [0, 0]}'):
+        costs_file(target, drafter, "block").write_text(content)
+        assert round_costs(target, drafter, [[7]]) == costs(1, 2, 3, 4, 5)  # measured again, and kept
+    assert len(asked) == 6
     other_weights = tiny_drafter("dflash", target, seed=2)
     assert costs_file(target, drafter, "block") == costs_file(target, other_weights, "block")
 

@@ -97,6 +97,9 @@ CONFIGURATIONS = [
     (zlab, put("rope_theta", 500.0), "rotary positions", "warning", "500; that of tiny qwen3 is 10000", "measured"),
     (zlab, put("rope_parameters", {"rope_theta": 5.0}), "rotary positions", "wrong", "top and 5 in", "one value"),
     (zlab, put("rope_scaling", {"rope_type": "yarn"}), "rotary positions", "wrong", "'yarn'", "without scaling"),
+    (ours, put("rope_theta", "10000"), "rotary positions", "wrong", "'10000', not a number", "tiny qwen3 is 10000"),
+    (ours, put("rope_theta", 10**400), "rotary positions", "wrong", "not a number", "tiny qwen3 is 10000"),
+    (zlab, put("rope_theta", 10**400), "rotary positions", "wrong", "missing or no number", "tiny qwen3 is 10000"),
     (zlab, put("attention_bias", True), "layers", "wrong", "attention_bias is True", "False"),
     (zlab, put("quantization_config", {"bits": 4}), "layers", "wrong", "quantization_config", "not supported"),
     (deepspec, put("markov_rank", None), "heads", "wrong", "markov_rank is None", "rank"),
@@ -106,6 +109,7 @@ CONFIGURATIONS = [
     (deepspec, put("num_anchors", None), "heads", "warning", "own class refuses", "num_anchors: 512"),
     (deepspec, put("tie_word_embeddings", True), "head and embedding", "wrong", "is not its embedding", "false"),
     (zlab, put("dtype", "bfloat16"), "dtype", "warning", "float32; config.json says bfloat16", '"dtype": "float32"'),
+    (zlab, put("dtype", ["float32"]), "dtype", "warning", r"config.json says \['float32'\]", '"dtype": "float32"'),
     (ours, put("target_fingerprint", "0" * 16), "target's weights", "wrong", "fingerprint 0000", "drafter.initial"),
 ]  # fmt: skip
 
@@ -126,6 +130,8 @@ TENSORS = [
     (deepspec, writing("markov_head.markov_w2.weight", torch.zeros_like), "numbers", "warning", "zero", "no effect"),
     (zlab, writing("norm.weight", lambda t: t.bfloat16()), "dtype", "warning", "1 of bfloat16", "in one"),
     (zlab, writing("norm.weight", lambda t: t.double()), "dtype", "wrong", "float64", "convert"),
+    (zlab, writing("fc.weight", lambda t: t.long()), "dtype", "wrong", "fc.weight: int64", "convert"),
+    (ours, writing("fc.weight", lambda t: t.int()), "dtype", "wrong", "fc.weight: int32", "convert"),
     (deepspec, dropping("lm_head.weight"), "head and embedding", "wrong", "lm_head.weight is missing", "copy"),
     (deepspec, writing("lm_head.weight", torch.randn_like), "head and embedding", "wrong", "left random", "copy"),
     (deepspec, writing("lm_head.weight", lambda t: 1.01 * t), "head and embedding", "wrong", "close to it", "copy"),

@@ -1,6 +1,7 @@
 """``blockdraft doctor`` as a user types it."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -109,6 +110,14 @@ def test_mistakes(folders, arguments, message):
         assert ended.code == 0
         assert "no drafter that is known" in " ".join(ended.out.split()) or "is this the folder" in ended.out
     assert "Traceback" not in ended.err
+
+
+def test_texts_longer_than_the_context_are_refused(folders):
+    ended = blockdraft("doctor", "good", "--target", "./target", "--max-new-tokens", 600, cwd=folders)
+    assert ended.code == 2
+    assert "reads at most 512 tokens" in ended.err
+    fits = int(re.search(r"--max-new-tokens to at most (\d+)", ended.err)[1])
+    assert 400 < fits < 512
 
 
 def test_what_is_no_json_is_said_in_a_line(folders, tmp_path):

@@ -1,6 +1,7 @@
 """Drafters on disk and on the Hub: found by every name, loaded exactly and in the target's dtype, refused if wrong."""
 
 import json
+import socket
 
 import huggingface_hub
 import pytest
@@ -122,6 +123,7 @@ class TestFinding:
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", stand_in)
+        monkeypatch.setattr("blockdraft.drafters.checkpoint.refuse_unreachable_hub", lambda *_: None)
         loaded = load_drafter("someone/a-drafter.v1", target)
         stored = load_file(folder / "model.safetensors")
         assert torch.equal(loaded.fc.weight, stored["fc.weight"])
@@ -135,10 +137,25 @@ class TestFinding:
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", stand_in)
+        monkeypatch.setattr("blockdraft.drafters.checkpoint.refuse_unreachable_hub", lambda *_: None)
         with pytest.raises(CheckpointError) as caught:
             find_drafter("someone/drafter")
         assert str(caught.value).startswith("someone/drafter: no such folder here, and it cannot be had from the Hub")
         assert str(caught.value).endswith("no connection")
+
+    def test_a_hub_that_is_out_of_reach_is_asked_once(self, tmp_path, monkeypatch):
+        hosts = []
+
+        def lookup(host, *_, **__):
+            hosts.append(host)
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(socket, "getaddrinfo", lookup)
+        monkeypatch.setattr("urllib.request.getproxies", dict)
+        with pytest.raises(CheckpointError, match=r"someone/drafter: no such folder here, and \S+ cannot be reached"):
+            find_drafter("someone/drafter")
+        assert len(hosts) == 1
 
     def test_paths_are_never_asked_of_the_hub(self, folder, monkeypatch):
         def stand_in(*_, **__):

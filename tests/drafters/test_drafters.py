@@ -91,6 +91,19 @@ def test_grouped_attention_without_blocks_or_without_context():
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_grouped_attention_of_half_precision_computes_in_float32(dtype):
+    generator = torch.Generator().manual_seed(0)
+    anchors = Anchors.of(torch.tensor([0, 0, 1]), torch.tensor([3, 9, 5]))
+    shapes = ((3, 4, 3, 8), (3, 2, 3, 8), (3, 2, 3, 8), (2, 2, 12, 8), (2, 2, 12, 8))
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    attend = GroupedAttention(anchors, 3, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend(*tensors)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, attend(*(x.float() for x in tensors)).to(dtype), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -23,8 +23,7 @@ from blockdraft.evaluation import (
     read_results,
     read_traces,
 )
-from blockdraft.evaluation.conversation import _texts, converse
-from blockdraft.evaluation.dynamics import fixed_blocks, measure, training_dynamics
+from blockdraft.evaluation.drafting import _texts, converse, fixed_blocks, measure_checkpoint, training_dynamics
 from blockdraft.evaluation.metrics import profile
 from blockdraft.evaluation.protocol import DecodingSetup
 from blockdraft.targets import load_target
@@ -200,7 +199,7 @@ def cells(results, **wanted):
 
 def test_a_drafter_equal_to_its_target_keeps_every_block(tmp_path):
     target = bigram_target()
-    results = evaluate(target, {"same": equal_drafter(target)}, tmp_path)
+    results = evaluate(target, {"same": equal_drafter(target)}, tmp_path, replace(FEW, max_new_tokens=16), tasks(2))
     for cell in cells(results, choice="paper"):
         assert cell.whole_block_rate == 1.0
         assert cell.draft_length.value == B
@@ -369,7 +368,7 @@ def test_predictions_of_earlier_weights_are_not_taken_for_those_of_others(tmp_pa
     protocol = Protocol(rules=("block",), max_new_tokens=16, num_bootstrap=5, num_traces=0, draft_temperatures=())
     good, bad = equal_drafter(target), sharpened_drafter(target, 3.0)
     lengths = [
-        evaluate(target, {"a": d}, tmp_path / n, protocol).averages[0].predicted_length
+        evaluate(target, {"a": d}, tmp_path / n, protocol, tasks(2)).averages[0].predicted_length
         for d, n in ((good, "good"), (bad, "bad"))
     ]
     assert lengths[0].value > lengths[1].value + 0.5
@@ -380,9 +379,9 @@ def test_predictions_of_earlier_weights_are_not_taken_for_those_of_others(tmp_pa
             file.rename(both / "predictions" / file.name)
     assert len(list((both / "predictions").iterdir())) == 2
     with pytest.raises(EvaluationError, match="has predictions but no plan"):
-        evaluate(target, {"a": bad}, both, protocol)
+        evaluate(target, {"a": bad}, both, protocol, tasks(2))
     (tmp_path / "bad" / "plan.json").rename(both / "plan.json")
-    assert evaluate(target, {"a": bad}, both, protocol).averages[0].predicted_length == lengths[1]
+    assert evaluate(target, {"a": bad}, both, protocol, tasks(2)).averages[0].predicted_length == lengths[1]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"target": 3}'])
@@ -573,7 +572,7 @@ def test_dynamics_of_a_drafter_equal_to_its_target(tmp_path):
     target = bigram_target()
     texts = open_dataset(runs.make_data(tmp_path / "data", target), target)
     chosen = fixed_blocks(texts, 8, 3, B, seed=0)
-    accuracy, length = measure(target, equal_drafter(target), texts, chosen, seed=0)
+    accuracy, length = measure_checkpoint(target, equal_drafter(target), texts, chosen, seed=0)
     assert length == B
     hits = total = 0
     for each in chosen:

@@ -15,10 +15,10 @@ from blockdraft.evaluation.metrics import (
     Sums,
     baseline_of,
     conditional,
-    estimate,
     mean_over_tasks,
     paired_ratio,
     profile,
+    with_bootstrap_interval,
 )
 
 import synthetic
@@ -81,7 +81,7 @@ def test_intervals_hold_the_value_and_shrink_with_prompts():
     for num in (20, 2000):
         rounds = rng.integers(1, 10, num).astype(float)
         added = rounds * rng.uniform(1, 3, num)
-        found = estimate(Bootstrap(num, 400, seed=1, stream=0).ratio(added, rounds))
+        found = with_bootstrap_interval(Bootstrap(num, 400, seed=1, stream=0).ratio(added, rounds))
         assert found.low < found.value < found.high
         widths.append(found.high - found.low)
     assert widths[1] < widths[0] / 4
@@ -93,7 +93,7 @@ def test_an_interval_covers_the_truth_as_often_as_it_says():
     for trial in range(200):
         rounds = rng.integers(5, 15, 60).astype(float)
         added = rounds + rng.binomial(rounds.astype(int) * 4, 0.25)  # two tokens a call
-        found = estimate(Bootstrap(60, 200, seed=trial, stream=0).ratio(added, rounds))
+        found = with_bootstrap_interval(Bootstrap(60, 200, seed=trial, stream=0).ratio(added, rounds))
         covered += found.low <= 2.0 <= found.high
     assert 175 <= covered <= 199
 

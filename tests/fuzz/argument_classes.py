@@ -1,5 +1,6 @@
 """Classes of bad arguments: numbers, seeds, sizes, devices, names, paths, outputs, things in each other's place."""
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "evaluate": (*EVALUATE[1:], "--drafter", "bv=run", "--out", "new"),
     "report": ("evaluation", "--out", "new"),
     "study": ("study.yaml", "--plan", "--out", "study"),
+    "doctor": ("run", "--target", "target", "--texts", "2", "--max-new-tokens", "4", "--no-measure"),
     "export": EXPORT.arguments[1:],
     "export-target": ("target", "--out", "new"),
 }
@@ -124,7 +126,7 @@ DEVICES = ("cuda", "cuda:0", "cuda:99", "cuda:-1", "cuda:x", "cuda:" + "9" * 30,
 def devices(dice: random.Random, scale: int) -> Iterator[Case]:
     """Devices that are not here, or that nothing can be computed on."""
     for value in dice.sample(DEVICES, 4) if scale == 1 else DEVICES:
-        every = ("generate", "data regenerate", "data inspect", "evaluate")
+        every = ("generate", "data regenerate", "data inspect", "evaluate", "doctor")
         for verb in every if scale > 2 else (dice.choice(every),):
             yield command(verb, "--device", value, says="device" if value.strip() else "")
         yield command("train", f"runtime.device={value if value.strip() else repr(value)}")  # a blank is null
@@ -183,12 +185,13 @@ PATHS = (
     "[bold]x[/bold]", "[/]", "[/red]", "-", "a\nb", "a\tb", " ", "/dev/null", "/dev/zero", "/etc/passwd",
     "/proc/self/mem",
     "https://example.com/x", "hf://datasets/x", "C:\\x", "*", "$HOME", "é/ü", "🙂", "run@first", "=", "name=", "=run",
-    "prompts.jsonl/x", "run/run.json/x", "data/shard-00000.parquet",
+    "prompts.jsonl/x", "run/run.json/x", "data/shard-00000.parquet", "nobody/nothing", "dead-link", "loop", "pipe",
 )  # fmt: skip
 INPUTS = (
     ("generate", "--target"), ("generate", "--drafter"), ("data prompts", "--from"), ("data regenerate", "--prompts"),
     ("data regenerate", "--target"), ("data inspect", "--target"), ("evaluate", "--drafter"), ("evaluate", "--tasks"),
-    ("evaluate", "--prompts"), ("export", "--target"), ("evaluate", "--target"),
+    ("evaluate", "--prompts"), ("export", "--target"), ("evaluate", "--target"), ("doctor", "--target"),
+    ("doctor", "--data"),
 )  # fmt: skip
 PLACES = (
     "data inspect",
@@ -198,6 +201,7 @@ PLACES = (
     "train",
     "report",
     "study",
+    "doctor",
     "export",
     "export-target",
 )
@@ -207,14 +211,22 @@ def paths(dice: random.Random, scale: int) -> Iterator[Case]:
     """Names and paths that lead nowhere, or hold markup, control characters, bytes that are no text."""
     for verb, option in INPUTS:
         for value in dice.sample(PATHS, 1 if scale == 1 else 3 * scale):
+            if value == "pipe" and (option in ("--from", "--tasks") or (verb, option) == INPUTS[3]):
+                continue  # prompts may come through a pipe
             more = ("--tasks", "gsm8k") if option == "--prompts" and verb == "evaluate" else ()
             expect = Expect.EITHER if option == "--target" and verb == "export" else Expect.REFUSED
-            yield command(verb, *more, option, value, expect=expect)
+            yield command(verb, *more, option, value, expect=expect, prepare=_odd_places)
     for verb in PLACES:
         for value in dice.sample(PATHS, 1 if scale == 1 else 3 * scale):
             rest = tuple(each for each in VERBS[verb][1:])
             words = (*verb.split(), "--", value) if value.startswith("-") else (*verb.split(), value, *rest)
-            yield Case(f"{verb} {value}"[:150], words, needs=NEEDS, leaves=LEAVES)
+            yield Case(f"{verb} {value}"[:150], words, _odd_places, needs=NEEDS, leaves=LEAVES)
+
+
+def _odd_places() -> None:
+    Path("dead-link").symlink_to("nowhere")
+    Path("loop").symlink_to("loop")
+    os.mkfifo("pipe")
 
 
 ARTEFACTS = (
@@ -235,6 +247,8 @@ TAKES: dict[tuple[str, str], tuple[str, ...]] = {
     ("train", ""): ("recipe.yaml",),
     ("report", ""): ("evaluation",),
     ("study", ""): ("study.yaml",),
+    ("doctor", ""): ("target", "run", "begun-run", "flat", "speculators", "dspark"),  # it says what they are
+    ("doctor", "--data"): ("data", "begun"),  # the latter is a finding
     ("export", ""): ("run", "begun-run", "dspark", "flat", "speculators"),
     ("export-target", ""): ("target",),
 }
@@ -259,7 +273,7 @@ def mixed_up(dice: random.Random, scale: int) -> Iterator[Case]:
 
 
 OUTPUTS = ("", "/dev/null", "/dev/full", "/dev/zero", "/proc/nothing/x", "recipe.yaml", "recipe.yaml/below", "x" * 300,
-           "x/" * 3000, "target")  # fmt: skip
+           "x/" * 3000, "target", "dead-link", "loop", "pipe")  # fmt: skip
 WRITERS: dict[str, tuple[str, ...]] = {
     "data prompts": VERBS["data prompts"][:-2],
     "data regenerate": VERBS["data regenerate"][:-2],
@@ -280,11 +294,13 @@ def outputs(dice: random.Random, scale: int) -> Iterator[Case]:
             if value == "" and verb not in ("data prompts", "export", "export-target"):
                 continue  # the working directory is a folder like any other
             mixed = value == "target" and verb not in ("data prompts", "export", "export-target")
-            expect = Expect.EITHER if mixed else Expect.REFUSED
+            new_name = value in ("dead-link", "loop") and verb == "data prompts"  # which replaces the link
+            expect = Expect.EITHER if mixed or new_name else Expect.REFUSED
             if mixed and verb in ("study", "demo"):
                 continue  # they would begin to work there
             name, leaves = f"{verb} --out {value}"[:150], ("target",) if mixed else ()
-            yield Case(name, (*verb.split(), *words, "--out", value), expect=expect, needs=NEEDS, leaves=leaves)
+            arguments = (*verb.split(), *words, "--out", value)
+            yield Case(name, arguments, _odd_places, expect, NEEDS, leaves=leaves)
         if verb != "demo":
             name, into = f"{verb} into a folder of somebody else", (*verb.split(), *words, "--out", "locked/new")
             yield Case(name, into, _locked, needs=NEEDS, unprivileged=True, says="locked")
@@ -354,6 +370,8 @@ MISSPELT = (
     ("recipe field", ("train", "recipe.yaml"), ("optimizer.learning_rat=1", "sed=3", "drafter.num_layer=2",
     "optimiser.max_steps=3")),
     ("drafter", ("generate", "w7", "--target", "target", "--drafter"), ("runn", "dspar", "fla")),
+    ("doctor", ("doctor", "run", "--target"), ("poket", "smolm2")),
+    ("doctor", ("doctor", "--target", "target"), ("runn", "flatt")),
 )  # fmt: skip
 
 

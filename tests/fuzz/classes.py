@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fuzz import argument_classes, file_classes, server_classes
+from fuzz import argument_classes, file_classes, server_classes, surrounding_classes
 from fuzz.running import Case
 
 CLASSES: dict[str, Callable[[random.Random, int], Iterator[Case]]] = {
@@ -24,6 +24,13 @@ CLASSES: dict[str, Callable[[random.Random, int], Iterator[Case]]] = {
     "devices": argument_classes.devices,
     "names and paths": argument_classes.paths,
     "misspelt names": argument_classes.misspelt,
+    "words": surrounding_classes.words,
+    "recipe fields that hold words": surrounding_classes.text_fields,
+    "the environment": surrounding_classes.environments,
+    "costs that were remembered": surrounding_classes.remembered,
+    "targets in other forms": surrounding_classes.models,
+    "prompts in other containers": surrounding_classes.prompt_files,
+    "studies": surrounding_classes.studies,
     "prompts and the context": argument_classes.prompt_texts,
     "artefacts mixed up": argument_classes.mixed_up,
     "outputs": argument_classes.outputs,
@@ -31,6 +38,7 @@ CLASSES: dict[str, Callable[[random.Random, int], Iterator[Case]]] = {
     "servers that lie": server_classes.lying,
     "servers that break": server_classes.broken,
     "strange files beside ours": server_classes.strays,
+    "nothing wrong at all": surrounding_classes.healthy,
 }
 
 

@@ -78,6 +78,25 @@ CHATS = Reader("prompts", ("data", "prompts", "--from", "chats.jsonl", "--out", 
 ANSWER = Reader("regenerate", (*REGENERATE, *SAMPLING, "--out", "new"), ("target", "prompts.jsonl"), ("new",))
 SHOW = Reader("show", ("recipes", "show", "recipe.yaml"), ("recipe.yaml",))
 VALIDATE = Reader("validate", ("recipes", "validate", "recipe.yaml"), ("recipe.yaml",))
+DRAFTERS = ("run", "flat", "dspark", "speculators")
+
+
+def _doctor(drafter: str, *more: str) -> Reader:
+    words = ("doctor", drafter, "--target", "target", "--texts", "2", "--max-new-tokens", "4", "--strict", *more)
+    return Reader("doctor", words, ("target", drafter))
+
+
+# what is measured on an untrained drafter is always wrong, and would hide that nothing else was found
+DOCTOR, DOCTOR_FLAT, DOCTOR_DSPARK, DOCTOR_SPECULATORS = (_doctor(each, "--no-measure") for each in DRAFTERS)
+MEASURE, MEASURE_FLAT, MEASURE_DSPARK, MEASURE_SPECULATORS = map(_doctor, DRAFTERS)
+DOCTOR_DATA = Reader("doctor", (*DOCTOR.arguments, "--data", "data"), (*DOCTOR.needs, "data"))
+STUDY = Reader(
+    "study", ("study", "study.yaml", "--jobs", "1", "--out", "study"), ("study.yaml", "study"), ("study/.lock",)
+)
+FURTHER = Reader(
+    "train", ("train", "recipe.yaml", "drafter.initial=flat", "--out", "new"),
+    ("target", "data", "recipe.yaml", "flat"), ("new",),
+)  # fmt: skip
 PLAN = Reader("study", ("study", "study.yaml", "--plan", "--out", "study"), ("study.yaml", "study"))
 
 RUN, BEGUN = "run/steps/00000004", "begun-run/steps/00000002"
@@ -110,8 +129,8 @@ def files() -> list[File]:
         File("target/model.safetensors", (GENERATE, TRAIN, EXPORT_TARGET)),
         File("shards/model.safetensors.index.json", (SHARDS,)),
         File("shards/model-00001-of-00001.safetensors", (SHARDS,)),
-        File(f"{RUN}/config.json", (DRAFT, EXPORT, NEW_EVALUATION)),
-        File(f"{RUN}/model.safetensors", (DRAFT, EXPORT, NEW_EVALUATION)),
+        File(f"{RUN}/config.json", (DRAFT, EXPORT, NEW_EVALUATION, DOCTOR)),
+        File(f"{RUN}/model.safetensors", (DRAFT, EXPORT, NEW_EVALUATION, DOCTOR)),
         File("run/run.json", (EXPORT, NEW_EVALUATION)),
         File("run/metrics.jsonl", (EXPORT,), strict=False, optional=True),
         File("begun-run/run.json", (RESUME,)),
@@ -120,8 +139,8 @@ def files() -> list[File]:
         File(f"{BEGUN}/model.safetensors", (RESUME,)),
         File(f"{BEGUN}/state.pt", (RESUME,)),
         File(f"{BEGUN}/checksums.json", (RESUME,)),
-        File("data/manifest.json", (INSPECT, ESTIMATE, TRAIN, DATA)),
-        File("data/shard-00000.parquet", (INSPECT, TRAIN, DATA)),
+        File("data/manifest.json", (INSPECT, ESTIMATE, TRAIN, DATA, DOCTOR_DATA)),
+        File("data/shard-00000.parquet", (INSPECT, TRAIN, DATA, DOCTOR_DATA)),
         File("features/features.json", (CACHED,), optional=True),  # without it the cache is built again
         File("features/features-00000.npy", (CACHED,)),
         File("begun-evaluation/plan.json", (EVALUATION,)),
@@ -131,12 +150,12 @@ def files() -> list[File]:
         File("begun-evaluation/records/0.jsonl", (EVALUATION,), strict=False, optional=True),
         File("evaluation/results.json", (REPORT,)),
         File("evaluation/traces.json", (REPORT,), optional=True),
-        File("flat/config.json", (CHECK_FLAT, FLAT)),
-        File("flat/model.safetensors", (CHECK_FLAT, FLAT)),
-        File("dspark/config.json", (DSPARK,)),
-        File("dspark/model.safetensors", (DSPARK,)),
-        File("speculators/config.json", (CHECK, SPECULATORS)),
-        File("speculators/model.safetensors", (CHECK, SPECULATORS)),
+        File("flat/config.json", (CHECK_FLAT, FLAT, DOCTOR_FLAT, FURTHER)),
+        File("flat/model.safetensors", (CHECK_FLAT, FLAT, DOCTOR_FLAT, FURTHER)),
+        File("dspark/config.json", (DSPARK, DOCTOR_DSPARK)),
+        File("dspark/model.safetensors", (DSPARK, DOCTOR_DSPARK)),
+        File("speculators/config.json", (CHECK, SPECULATORS, DOCTOR_SPECULATORS)),
+        File("speculators/model.safetensors", (CHECK, SPECULATORS, DOCTOR_SPECULATORS)),
         File("sharded-drafter/model.safetensors.index.json", (SHARDED,)),
         File("prompts.jsonl", (ANSWER, NEW_EVALUATION, PROMPTS)),
         File("chats.jsonl", (CHATS,)),
@@ -188,6 +207,7 @@ OWN_JSON = (
     ("run/run.json", EXPORT), ("begun-run/run.json", RESUME), (f"{BEGUN}/checksums.json", RESUME),
     ("data/manifest.json", INSPECT), ("data/manifest.json", TRAIN), ("data/manifest.json", ESTIMATE),
     ("data/manifest.json", DATA), ("features/features.json", CACHED), ("begun-evaluation/plan.json", EVALUATION),
+    (f"{RUN}/config.json", MEASURE), ("dspark/config.json", MEASURE_DSPARK), ("data/manifest.json", DOCTOR_DATA),
     (PREDICTION, EVALUATION), ("evaluation/results.json", REPORT), ("evaluation/traces.json", REPORT),
 )  # fmt: skip
 
@@ -208,7 +228,9 @@ def others_json(dice: random.Random, scale: int) -> Iterator[Case]:
         ("target/tokenizer.json", GENERATE), ("target/tokenizer_config.json", GENERATE),
         ("target/tokenizer_config.json", EXPORT_TARGET), ("shards/model.safetensors.index.json", SHARDS),
         ("flat/config.json", CHECK_FLAT), ("flat/config.json", FLAT), ("speculators/config.json", CHECK),
-        ("speculators/config.json", SPECULATORS), ("sharded-drafter/model.safetensors.index.json", SHARDED),
+        ("speculators/config.json", SPECULATORS), ("flat/config.json", MEASURE_FLAT),
+        ("speculators/config.json", MEASURE_SPECULATORS), ("flat/config.json", FURTHER),
+        ("sharded-drafter/model.safetensors.index.json", SHARDED),
     ):  # fmt: skip
         for name, do in damage.of_json(path, dice, 1 if scale == 1 else 4 * scale):
             yield reader.case(f"{path}: {name}", do, Expect.EITHER)
@@ -230,8 +252,10 @@ def tensors(dice: random.Random, scale: int) -> Iterator[Case]:
     """Weights: tensors that are missing, renamed, of another shape or kind, NaN, infinite; headers that lie."""
     for path, readers in (
         ("target/model.safetensors", (GENERATE, TRAIN)), (f"{RUN}/model.safetensors", (DRAFT, EXPORT)),
-        ("flat/model.safetensors", (CHECK_FLAT, FLAT)), ("speculators/model.safetensors", (CHECK, SPECULATORS)),
-        ("dspark/model.safetensors", (DSPARK,)),
+        ("flat/model.safetensors", (CHECK_FLAT, FLAT, FURTHER)),
+        ("speculators/model.safetensors", (CHECK, SPECULATORS)), ("dspark/model.safetensors", (DSPARK,)),
+        ("flat/model.safetensors", (DOCTOR_FLAT,)), ("speculators/model.safetensors", (DOCTOR_SPECULATORS,)),
+        ("dspark/model.safetensors", (DOCTOR_DSPARK,)), (f"{RUN}/model.safetensors", (DOCTOR,)),
     ):  # fmt: skip
         for _ in range(1 if scale == 1 else scale - 1):
             found = list(damage.of_tensors(path, dice))

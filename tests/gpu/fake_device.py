@@ -189,6 +189,7 @@ class Tally(TorchDispatchMode):
             "bytes_per_logit": sum(of_logits) / (num_rows * vocab_size),
             "peak_gib": self.peak / 2**30,
             "resident_gib": self.live / 2**30,
+            "fused_adamw": self.launches["_fused_adamw_"],
             "waits_by_line": dict(self.waits.most_common()),
             "copies_by_line": dict(self.copies.most_common()),
         }

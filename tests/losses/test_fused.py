@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blockdraft.losses import block_statistics, fused, fused_linear_objective, objective, scores
+from blockdraft.losses import block_statistics, fused, fused_linear_objective, head_products, objective, scores
 from blockdraft.losses.fused import CHUNK_BYTES, chunk_bytes
 from blockdraft.losses.rows import Rows
 from blockdraft.losses.scores import check_labels
@@ -112,6 +112,23 @@ def test_gradients_only_where_they_are_wanted(trains):
     data = with_leaves(problem(), trains)
     fused_linear_objective(objective("bv"), **data).loss.backward()
     assert [x.grad is not None for x in leaves_of(data)] == list(trains)
+
+
+@pytest.mark.parametrize("trains", [(True, False, True, True), (True, True, True, True), (False, True, False, True)])
+@pytest.mark.parametrize(("name", "options"), [("bv", {}), ("ce", {}), ("kl", {})])
+def test_head_and_bias_as_one_product_are_head_and_bias(name, options, trains, monkeypatch):
+    """As on a GPU: one product of both makes the logits, and one takes the gradient back."""
+    obj, data, results = objective(name, temperature=0.8, **options), problem(), []
+    for separate in (("cpu",), ()):
+        monkeypatch.setattr(head_products, "SEPARATE_DEVICES", separate)
+        mine = with_leaves(data, trains)
+        value = fused_linear_objective(obj, **mine, chunk_blocks=2)
+        value.loss.backward()
+        results.append([value.loss.detach(), value.stats.block, *(leaf.grad for leaf in leaves_of(mine))])
+    for expected, got in zip(*results, strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            torch.testing.assert_close(got, expected)
 
 
 def test_without_any_gradient_it_still_evaluates():

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from blockdraft.losses import fused, fused_linear_objective, kernel_choice, objective, rows
+from blockdraft.losses import fused, fused_linear_objective, head_products, kernel_choice, objective, rows
 
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "detach", "scalar_tensor", "_local_scalar_dense"}
 BLOCKS, BLOCK_SIZE, VOCAB_SIZE, WIDTH = 32, 15, 151_936, 64
@@ -97,9 +97,11 @@ def test_the_plain_path_moves_many_times_as_much():
     assert many > 10 * few
 
 
-def test_a_bias_in_float32_makes_no_copy_of_the_gradient():
-    """It is added to the logits, and two products read the gradient."""
+def test_a_bias_in_float32_makes_no_copy_of_the_gradient(monkeypatch):
+    """It is added to the logits, and two products read the gradient; on a GPU it comes with the head's product."""
     assert count("bv", kernels=True, markov=True)[0] == 20 + (2 + 2) + 2
+    monkeypatch.setattr(head_products, "SEPARATE_DEVICES", ())
+    assert count("bv", kernels=True, markov=True)[0] == 20 + 2
 
 
 def test_launches_per_chunk():

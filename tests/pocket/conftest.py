@@ -1,6 +1,6 @@
 import pytest
 
-from blockdraft.pocket.build.tokenizer import train_tokenizer
+from blockdraft.pocket.build.text import train_tokenizer
 
 
 @pytest.fixture(scope="session")

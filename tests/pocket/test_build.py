@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blockdraft.pocket.build import __main__ as command
 from blockdraft.pocket.build import training
-from blockdraft.pocket.build.model import Shape, grow, new_model
 from blockdraft.pocket.build.quality import SAMPLES, answers, exact_answers, perplexity, prompts_of
-from blockdraft.pocket.build.training import Settings, SettingsError, Stage, Trainer
+from blockdraft.pocket.build.training import PocketTrainer, Settings, SettingsError, Shape, Stage, grow, new_model
 from blockdraft.pocket.corpus import heldout
 from blockdraft.pocket.corpus.functions import parses
 
@@ -30,17 +29,17 @@ def metrics(folder):
 @pytest.mark.parametrize("saved_after", [3, 4, 5])
 def test_interrupted_equals_uninterrupted_bit_for_bit(tokenizer, tmp_path, saved_after):
     """Before, at and after the step at which the model grows."""
-    whole = Trainer(TINY, tokenizer, tmp_path / "whole")
+    whole = PocketTrainer(TINY, tokenizer, tmp_path / "whole")
     whole.run()
 
-    broken = Trainer(TINY, tokenizer, tmp_path / "broken")
-    progress = training.Progress(broken, math.inf)
+    broken = PocketTrainer(TINY, tokenizer, tmp_path / "broken")
+    progress = training.BuildProgress(broken, math.inf)
     for step in range(1, 6):  # what comes after the checkpoint is lost
         progress.count(broken.take_step(), report=False)
         if step == saved_after:
             broken.save()
     torch.manual_seed(99)
-    resumed = Trainer(TINY, tokenizer, tmp_path / "broken")
+    resumed = PocketTrainer(TINY, tokenizer, tmp_path / "broken")
     assert resumed.step == saved_after
     resumed.run(checkpoint_every=2)
 
@@ -75,7 +74,7 @@ def test_a_grown_model_is_copies_of_the_shallow_one(tokenizer):
 
 
 def test_moments_grow_with_the_layers(tokenizer, tmp_path):
-    trainer = Trainer(TINY, tokenizer, tmp_path)
+    trainer = PocketTrainer(TINY, tokenizer, tmp_path)
     for _ in range(4):
         trainer.take_step()
     before = trainer._moments()
@@ -99,7 +98,7 @@ def test_stages_that_do_not_grow_by_whole_copies_are_refused(stages):
 
 
 def test_a_crash_while_saving_leaves_the_old_checkpoint(tokenizer, tmp_path, monkeypatch):
-    trainer = Trainer(TINY, tokenizer, tmp_path)
+    trainer = PocketTrainer(TINY, tokenizer, tmp_path)
     trainer.save()
     trainer.take_step()
 
@@ -110,18 +109,18 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(tokenizer, tmp_path, mon
     monkeypatch.setattr(torch, "save", crash)
     with pytest.raises(OSError, match="disk full"):
         trainer.save()
-    assert Trainer(TINY, tokenizer, tmp_path).step == 0
+    assert PocketTrainer(TINY, tokenizer, tmp_path).step == 0
 
 
 def test_other_settings_are_refused(tokenizer, tmp_path):
-    Trainer(TINY, tokenizer, tmp_path).save()
+    PocketTrainer(TINY, tokenizer, tmp_path).save()
     with pytest.raises(SettingsError, match=r"other settings \(num_rows\)"):
-        Trainer(replace(TINY, num_rows=7), tokenizer, tmp_path)
+        PocketTrainer(replace(TINY, num_rows=7), tokenizer, tmp_path)
 
 
 def test_a_tiny_model_learns(tokenizer, tmp_path):
     stages = (Stage(1, 20), Stage(2, 20))
-    trainer = Trainer(replace(TINY, stages=stages, muon_rate=2e-2, adamw_rate=1e-2), tokenizer, tmp_path)
+    trainer = PocketTrainer(replace(TINY, stages=stages, muon_rate=2e-2, adamw_rate=1e-2), tokenizer, tmp_path)
     trainer.run()
     losses = [line["loss"] for line in metrics(tmp_path)]
     assert sum(losses[-5:]) / 5 < losses[0] - 2
@@ -238,9 +237,10 @@ def test_a_file_in_place_of_the_folder(tmp_path, capsys):
     assert "is a file; give a folder" in capsys.readouterr().err
 
 
-def test_minutes_pause_the_build_and_the_next_call_goes_on(tmp_path, capsys, monkeypatch):
+def test_minutes_pause_the_build_and_the_next_call_goes_on(tokenizer, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "Settings", lambda: TINY)
-    monkeypatch.setattr(command, "measure", lambda *_: {"perplexity": {}})
+    monkeypatch.setattr(command, "train_tokenizer", lambda **_: tokenizer)  # three take seconds
+    monkeypatch.setattr(command, "measure_quality", lambda *_: {"perplexity": {}})
     arguments = ["--out", str(tmp_path), "--stages", "1x2,2x2", "--threads", "1"]
     assert command.main([*arguments, "--minutes", "1e-9"]) == command.PAUSED
     assert "the same command resumes" in capsys.readouterr().err

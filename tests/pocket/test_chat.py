@@ -9,9 +9,8 @@ import pytest
 from blockdraft.pocket.build.quality import CHAT_KINDS, SAMPLES
 from blockdraft.pocket.corpus import examples
 from blockdraft.pocket.corpus.dice import TOPICS, Dice, words
-from blockdraft.pocket.corpus.knowledge import about, is_right
+from blockdraft.pocket.corpus.knowledge import BY_GROUP, THINGS, describe_thing, is_right, plural
 from blockdraft.pocket.corpus.smalltalk import made_up_word
-from blockdraft.pocket.corpus.things import BY_GROUP, THINGS, plural
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def test_is_right(answer, response, verdict):
 def test_a_thing_is_asked_about_in_many_ways_and_answered_in_many():
     river = next(thing for thing in THINGS if thing.name == "river")
     dice = Dice(0)
-    drafts = [about(dice, river) for _ in range(1000)]
+    drafts = [describe_thing(dice, river) for _ in range(1000)]
     assert len({draft.prompt for draft in drafts}) > 40
     plain = [draft.response for draft in drafts if draft.prompt == "What is a river?"]
     assert len(set(plain)) > 10

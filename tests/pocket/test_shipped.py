@@ -46,6 +46,7 @@ def test_the_quality_file_keeps_its_promises():
     )
 
 
+@pytest.mark.slow
 def test_greedy_answers_to_held_out_prompts(pocket):
     """As many right as the quality file promises, less what a dozen prompts can miss by chance."""
     problems = [example for example in heldout("math", 60) if example.difficulty == 1][:12]

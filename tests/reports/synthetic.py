@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from blockdraft.evaluation.results import (
+    AnswerTrace,
     Average,
     Cell,
     DrafterAbout,
@@ -15,7 +16,6 @@ from blockdraft.evaluation.results import (
     Results,
     TaskAbout,
     TemperaturePoint,
-    Trace,
     TracedPrompt,
     TracedRound,
     TracedToken,
@@ -195,7 +195,7 @@ WORDS = [" the", " river", " runs", " to", " sea", ",", ".", "\n", "\tdef", " a"
 END = len(WORDS) - 1
 
 
-def _trace(drafter: DrafterAbout, rule: str, num_rounds: int, generator: torch.Generator) -> Trace:
+def _trace(drafter: DrafterAbout, rule: str, num_rounds: int, generator: torch.Generator) -> AnswerTrace:
     """Rounds over a distribution of 15 words; a drafter trained with BV is nearer to the target."""
     size = len(WORDS)
     target = torch.randn(size, size, generator=generator).mul(2.5).softmax(-1)
@@ -238,4 +238,4 @@ def _trace(drafter: DrafterAbout, rule: str, num_rounds: int, generator: torch.G
         if following in (None, END):
             break
         anchor = following
-    return Trace(drafter=drafter.name, rule=rule, draft_temperature=1.0, first_text=WORDS[0], rounds=rounds)
+    return AnswerTrace(drafter=drafter.name, rule=rule, draft_temperature=1.0, first_text=WORDS[0], rounds=rounds)

@@ -32,12 +32,14 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_all_that_have_something_to_show_are_written(report):
     assert [file.name for file in report.figure_files] == [
         f"{name}.{end}" for name in EXPECTED for end in ("png", "svg")
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_png_and_svg_are_valid(report, name):
     folder = report.page.parent / "figures"

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from blockdraft.reports import read_evaluations, tables
+from blockdraft.reports.figures import figures
 from blockdraft.reports.page import page
 
 import synthetic
@@ -36,8 +37,15 @@ class Tags(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def text(report):
-    return report.page.read_text(encoding="utf-8")
+def text(evaluations):
+    """The page of both, without the files of figures and tables beside it, which take longer."""
+    comparison = read_evaluations(evaluations)
+    return page(comparison, tables(comparison), list(figures(comparison)))
+
+
+@pytest.mark.slow
+def test_the_page_is_written_as_it_is_made(report, text):
+    assert report.page.read_text(encoding="utf-8") == text
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from blockdraft.cli.app import app
 
+from commands import blockdraft
+
 
 def test_table_and_place_on_stdout(evaluations, tmp_path):
     done = CliRunner().invoke(app, ["report", str(evaluations[1]), "--out", str(tmp_path)])
@@ -22,6 +24,7 @@ def test_table_and_place_on_stdout(evaluations, tmp_path):
     assert not list(tmp_path.rglob("*.unfinished"))
 
 
+@pytest.mark.slow
 def test_json_has_the_paths(evaluations, tmp_path):
     done = CliRunner().invoke(app, ["report", str(evaluations[1]), "--out", str(tmp_path), "--json"])
     found = json.loads(done.stdout)
@@ -31,14 +34,13 @@ def test_json_has_the_paths(evaluations, tmp_path):
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
-    command = [sys.executable, "-m", "blockdraft", "report", str(tmp_path), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == f"error: {tmp_path} has no results.json; `blockdraft evaluate --out` writes it\n"
+    done = blockdraft("report", tmp_path, "--out", tmp_path / "out")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"error: {tmp_path} has no results.json; `blockdraft evaluate --out` writes it\n"
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow  # a process of its own for each
 @pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
 def test_without_the_extra_it_says_what_to_install(evaluations, tmp_path, package):
     script = f"""

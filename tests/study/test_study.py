@@ -5,9 +5,13 @@ import json
 import re
 
 import pytest
+import yaml
 
+from blockdraft.data import DataError
 from blockdraft.recipes import RecipeError
 from blockdraft.study import Study, StudyError, load_study, shipped_studies
+from blockdraft.study import run as run_module
+from blockdraft.study.run import Job
 from blockdraft.study.summary import Spread
 
 from commands import blockdraft
@@ -58,6 +62,35 @@ def test_mistakes_are_said_before_anything_runs(tmp_path):
         load_study(file)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"targets": {"..": {"recipe": "pocket"}}}, "the first a letter or a digit"),
+        ({"objectives": {".bv": {"recipe": "bv"}}}, "the first a letter or a digit"),
+        ({"seeds": [1, 1]}, "two cells are called"),
+        ({"drafters": ["dflash", "dflash"]}, "two cells are called"),
+        ({"evaluation": {"tasks": []}}, "evaluation.tasks"),
+        ({"evaluation": {"rules": ["block", "block"]}}, "block stands twice"),
+    ],
+)
+def test_cells_that_would_share_a_folder_or_lead_out_of_it_are_refused(tmp_path, change, reason):
+    values = yaml.safe_load(TINY)
+    file = tmp_path / "s.yaml"
+    file.write_text(yaml.safe_dump(values | change))
+    with pytest.raises(StudyError, match=reason):
+        load_study(file)
+
+
+def test_data_that_are_not_there_are_said_before_anything_runs(tmp_path):
+    values = yaml.safe_load(TINY)
+    for target in values["targets"].values():
+        target["data"] = str(tmp_path / "nowhere")
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(DataError, match="nowhere"):
+        Study(load_study(tmp_path / "s.yaml"), tmp_path / "out").run()
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_plan_assumes_what_the_study_says_unless_told_otherwise():
     def hours(*arguments):
         ended = blockdraft("study", *arguments, "--plan")
@@ -80,6 +113,35 @@ def test_a_spread_over_seeds_is_students():
     alone = Spread((1.5,))
     assert alone.interval is None
     assert alone.shown().text == "1.50"
+
+
+def test_seeds_are_trained_evaluated_and_reported_one_after_the_other(tmp_path, monkeypatch):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml", ["seeds=[1,2]", "targets.pocket.data=data"]), tmp_path / "out")
+    done = []
+    monkeypatch.setattr(Study, "_run", lambda _self, jobs, *_: done.extend(job.name for job in jobs))
+    monkeypatch.setattr(Study, "evaluation_job", lambda _self, target, seed: Job(f"evaluate {target} {seed}", []))
+    monkeypatch.setattr(run_module, "summarize", lambda recipe, _out: done.append(f"report of {recipe.seeds}"))
+    study.run()
+    assert done == [
+        "pocket-dflash-ce-seed1", "pocket-dflash-bv-seed1", "evaluate pocket 1", "report of [1]",
+        "pocket-dflash-ce-seed2", "pocket-dflash-bv-seed2", "evaluate pocket 2", "report of [1, 2]",
+    ]  # fmt: skip
+
+
+def test_cells_share_a_feature_cache_if_they_read_the_same_features(tmp_path):
+    (tmp_path / "s.yaml").write_text(TINY)
+
+    def caches(*changes):
+        recipe = load_study(tmp_path / "s.yaml", list(changes))
+        return {Study(recipe, "out").cache_folder(cell) for cell in recipe.cells}
+
+    assert len(caches("seeds=[1,2]", "drafters=[dflash,dspark]")) == 1
+    assert len(caches("objectives.bv.set=[drafter.num_features=2]")) == 2
+    assert len(caches("objectives.bv.set=[drafter.vocab_size=512]")) == 2
+    assert caches("set=[drafter.vocab_size=512,objective.options.temperature=0.5]") != caches(
+        "set=[drafter.vocab_size=512]"
+    )
 
 
 class StopError(Exception):

@@ -1,5 +1,8 @@
 """A target's folder or name that cannot be used: said in one line, by name, and at once."""
 
+import contextlib
+import io
+import json
 import shutil
 import socket
 
@@ -85,6 +88,20 @@ def test_a_tokenizer_of_a_larger_model_is_refused_when_it_is_used(folder):
         target.encode("w7 new")
 
 
+@pytest.mark.parametrize(
+    ("file", "auto"), [("config.json", "AutoModelForCausalLM"), ("tokenizer_config.json", "AutoTokenizer")]
+)
+def test_code_of_a_model_is_not_run_whatever_stdin_says(folder, tmp_path, monkeypatch, file, auto):
+    values = json.loads((folder / file).read_text())
+    values |= {"auto_map": {auto: "own.Own"}, "model_type" if file == "config.json" else "tokenizer_class": "Own"}
+    (folder / file).write_text(json.dumps(values))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Own: pass\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    with contextlib.suppress(UnsupportedTargetError):  # a tokenizer of a known kind can do without
+        load_target(folder)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """The hosts whose address was asked for; none is found."""
@@ -121,3 +138,19 @@ def test_what_can_be_no_name_at_all(asked, name):
     with pytest.raises(UnsupportedTargetError):
         load_target(name)
     assert asked == []
+
+
+def test_the_attention_kernel_can_be_named_and_one_of_another_kind_also_decodes(tmp_path):
+    tiny_target(dtype=torch.float32).save(tmp_path)
+    for name in (None, "eager"):
+        target = load_target(tmp_path, attn_implementation=name, device="cpu")
+        assert target.model.config._attn_implementation == (name or "sdpa")
+    target.model.config._attn_implementation = "flash_attention_2"  # as it is where its package is installed
+    target.new_cache(20)
+    assert target.decoder is None
+    target.model.config._attn_implementation = "eager"
+    target._decoder_key = None
+    target.new_cache(20)
+    assert target.decoder is not None
+    with pytest.raises(UnsupportedTargetError, match="flashiest"):
+        load_target(tmp_path, attn_implementation="flashiest", device="cpu")

@@ -66,6 +66,10 @@ def test_compiling_is_for_gpus_unless_asked_for(monkeypatch):
     assert step.compiles(True, cpu, torch.float32)
     assert not step.compiles(False, cuda, torch.bfloat16)
 
+    monkeypatch.setattr(step, "check_compiled", lambda *_: None)
+    assert step.compiles(None, cuda, torch.bfloat16)  # on by default
+    _failures.clear()
+
     def fail(*_):
         raise RuntimeError("no compiler")
 

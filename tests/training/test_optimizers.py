@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from blockdraft import muon
 from blockdraft.muon import Muon, orthogonalize
 from blockdraft.recipes.schema import OptimizerSection
 from blockdraft.training.step import is_matrix, make_optimizers
@@ -22,6 +23,19 @@ def test_singular_values_come_near_one_and_vectors_stay(shape):
     large = s / s.norm() > 0.05
     assert ((back.diag()[large] - 1).abs() < 0.35).all()
     torch.testing.assert_close(found, reference(matrix), atol=1e-6, rtol=0)
+
+
+def test_bfloat16_iterations_keep_the_direction(monkeypatch):
+    """Forced here, whatever this machine has: the update differs by rounding, and comes back in the weights' dtype."""
+    matrix = torch.randn(40, 90, generator=torch.Generator().manual_seed(4))
+    assert muon.iteration_dtype(matrix) == torch.float32  # too small to gain anything
+    assert muon.iteration_dtype(torch.empty(2, 4096, 4096, device="meta")) == torch.float32  # no CPU, no GPU
+    expected = orthogonalize(matrix)
+    monkeypatch.setattr(muon, "iteration_dtype", lambda _x: torch.bfloat16)
+    found = orthogonalize(matrix)
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, expected)
+    assert torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
 
 
 def test_matrices_of_one_shape_together_equal_each_alone():
@@ -62,11 +76,20 @@ def test_a_step_is_the_definition():
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_every_parameter_has_one_optimizer_and_tables_are_left_to_adamw(kind):
     drafter = tiny_drafter(kind, tiny_target())
-    muon, adamw = make_optimizers(drafter, OptimizerSection(name="muon"))
-    of = {id(p): o for o in (muon, adamw) for group in o.param_groups for p in group["params"]}
+    matrices, adamw = make_optimizers(drafter, OptimizerSection(name="muon"))
+    of = {id(p): o for o in (matrices, adamw) for group in o.param_groups for p in group["params"]}
     for name, parameter in drafter.named_parameters():
-        assert of.pop(id(parameter)) is (muon if is_matrix(name, parameter) else adamw), name
+        assert of.pop(id(parameter)) is (matrices if is_matrix(name, parameter) else adamw), name
     assert not of
     assert is_matrix("fc.weight", drafter.fc.weight)
     if kind == "dspark":
         assert not is_matrix("markov_head.markov_w1.weight", drafter.markov_head.markov_w1.weight)
+
+
+def test_adamw_is_one_kernel_on_cuda_alone(monkeypatch):
+    drafter = tiny_drafter("dflash", tiny_target())
+    (usual,) = make_optimizers(drafter, OptimizerSection())
+    assert not usual.defaults["fused"]
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    (there,) = make_optimizers(drafter, OptimizerSection())
+    assert there.defaults["fused"] is True

@@ -75,7 +75,7 @@ def test_a_run_learns_and_leaves_what_a_user_needs(tmp_path, data):
     assert len(list((tmp_path / "steps").iterdir())) <= 2
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
 @pytest.mark.parametrize(
     "objective", [pytest.param("ce", marks=pytest.mark.slow), pytest.param("lk", marks=pytest.mark.slow), "bv"]
 )
@@ -91,7 +91,9 @@ def test_accumulation_shares_the_trajectory(tmp_path, data, kind, objective):
         same_steps(tmp_path / other, tmp_path / "1")
 
 
-@pytest.mark.parametrize("objective", ["ce", "kl", "rkl", "tv", "lk", "bv"])
+@pytest.mark.parametrize(
+    "objective", ["ce", *(pytest.param(each, marks=pytest.mark.slow) for each in ("kl", "rkl", "tv", "lk")), "bv"]
+)
 def test_the_fused_and_the_plain_objective_share_the_trajectory(tmp_path, data, objective):
     options = [f"objective.name={objective}", "drafter.kind=dspark"]
     fused = train(data, tmp_path / "f", *options)
@@ -140,11 +142,20 @@ def test_bfloat16_training_stays_near_float32(tmp_path, data):
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.05)
 
 
-@pytest.mark.parametrize("stop", [1, 4, 7])
-@pytest.mark.parametrize("options", [[], ["batch.anchors=rounds", "optimizer.name=muon"], ["batch.anchors=mixed"]])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, data, stop, options):
-    options = ["drafter.kind=dspark", *options]
-    whole = train(data, tmp_path / "whole", *options)
+RESUMED = ([], ["batch.anchors=rounds", "optimizer.name=muon"], ["batch.anchors=mixed"])
+
+
+@pytest.fixture(scope="module", params=RESUMED, ids=["plain", "rounds-muon", "mixed"])
+def uninterrupted(request, tmp_path_factory, data):
+    """The options of a run, its folder and the run."""
+    torch.set_num_threads(1)  # as in every test: more threads add up in another order
+    options, folder = ["drafter.kind=dspark", *request.param], tmp_path_factory.mktemp("whole")
+    return options, folder, train(data, folder, *options)
+
+
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, data, stop, uninterrupted):
+    options, folder, whole = uninterrupted
     first = Trainer(recipe(data, *options), target(), tmp_path / "parts")
 
     def ask(progress):
@@ -158,7 +169,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, data, stop
     second.train()
     close(weights(second), weights(whole), rtol=0, atol=0)
     timing = ("steps_per_second", "blocks_per_second", "waiting_for_data", "peak_memory_gib")
-    plain = [[{k: v for k, v in x.items() if k not in timing} for x in lines(tmp_path / r)] for r in ("whole", "parts")]
+    plain = [[{k: v for k, v in x.items() if k not in timing} for x in lines(r)] for r in (folder, tmp_path / "parts")]
     assert plain[0] == plain[1]
 
 
@@ -224,6 +235,7 @@ def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_pat
         same_steps(tmp_path / name, tmp_path / other)
 
 
+@pytest.mark.slow
 def test_decoding_meanwhile_is_logged_and_changes_no_weight(tmp_path, data):
     without = train(data, tmp_path / "without")
     options = ["logging.decode_prompts=2", "logging.tensorboard=true"]

@@ -40,8 +40,8 @@ def test_coverage_bounds_the_length_by_the_first_token_that_is_missing():
     assert "1 tokens cover 85.71%" in str(found)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-@pytest.mark.parametrize("objective", ["ce", "bv"])
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
+@pytest.mark.parametrize("objective", [pytest.param("ce", marks=pytest.mark.slow), "bv"])
 def test_all_tokens_as_a_reduced_vocabulary_share_the_trajectory_of_the_whole(tmp_path, data, kind, objective):
     options = [f"drafter.kind={kind}", f"objective.name={objective}"]
     whole = train(data, tmp_path / "whole", *options)
@@ -52,7 +52,7 @@ def test_all_tokens_as_a_reduced_vocabulary_share_the_trajectory_of_the_whole(tm
         torch.testing.assert_close(found[name], tensor, rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
 def test_fused_plain_online_and_cached_agree_over_fewer_tokens(tmp_path, data, kind):
     options = [f"drafter.kind={kind}", "drafter.vocab_size=12"]
     fused = train(data, tmp_path / "fused", *options)

@@ -133,16 +133,16 @@ def test_a_draw_at_the_upper_end_is_a_token_that_can_be(monkeypatch):
 
 def test_a_draw_from_a_large_vocabulary_inverts_the_distribution_function_too():
     size = 2 * DRAW_BLOCK**2 + 17
-    probs = torch.rand(300, size, generator=torch.Generator().manual_seed(0)) ** 40
+    probs = torch.rand(100, size, generator=torch.Generator().manual_seed(0)) ** 40
     probs[:, : DRAW_BLOCK + 3] = 0
     probs[:, 5 * DRAW_BLOCK : 7 * DRAW_BLOCK] = 0
     probs[:, -20:] = 0
     probs /= probs.sum(-1, keepdim=True)
     tokens = draw(probs, torch.Generator().manual_seed(1))
-    uniform = torch.rand(300, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    uniform = torch.rand(100, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     below = probs.double().cumsum(-1)
     assert torch.equal(tokens, (below <= uniform * below[:, -1:]).sum(-1))
-    assert len(tokens.unique()) > 200
+    assert len(tokens.unique()) > 66
 
 
 @pytest.mark.parametrize("share", [0.0, 1 - 2**-53])

@@ -1,4 +1,4 @@
-"""The command line: `blockdraft <verb>`."""
+"""This package is the command line: `blockdraft <verb>`."""
 
 from blockdraft.cli.app import main
 

@@ -1,5 +1,6 @@
-"""The tree of verbs, and what a mistake looks like: one line on stderr, and an exit code."""
+"""Build the tree of verbs, and turn mistakes into one line on stderr and an exit code."""
 
+import errno
 import os
 import signal
 import sys
@@ -13,9 +14,8 @@ from blockdraft import __version__
 from blockdraft.cli.data import inspect, prompts, regenerate
 from blockdraft.cli.demo import demo
 from blockdraft.cli.doctor import doctor
-from blockdraft.cli.drafters import list_drafters
+from blockdraft.cli.drafters import export, export_target, list_drafters
 from blockdraft.cli.evaluate import evaluate, report
-from blockdraft.cli.export import export, export_target
 from blockdraft.cli.generate import generate
 from blockdraft.cli.study import study
 from blockdraft.cli.train import estimate, list_recipes, show_recipe, train, validate_recipes
@@ -133,7 +133,7 @@ def describe(error: OSError, out: object = None) -> str:
     path = error.filename if error.filename is not None else out
     reason = error.strerror or str(error) or type(error).__name__
     if path is None:
-        return reason
+        return f"standard output: {reason}" if error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) else reason
     return f"{os.fsdecode(path) if isinstance(path, bytes) else path}: {reason}"
 
 
@@ -197,6 +197,11 @@ def main() -> None:
         code = app(prog_name="blockdraft", standalone_mode=False)
     except usage_error as error:
         sys.exit(_explain(error))
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # of the help or the version, which belong to no verb
+        print(one_line(f"error: {describe(error)}"), file=sys.stderr)
+        sys.exit(MISTAKE)
     except typer.Abort as abort:
         raise abort.__cause__ or abort from None  # typer's word for a file that ends too early
     sys.exit(code if isinstance(code, int) else 0)

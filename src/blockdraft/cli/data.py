@@ -1,6 +1,7 @@
-"""``blockdraft data``: from prompts to training data."""
+"""``blockdraft data`` chooses prompts, lets the target answer them, and inspects the result."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,10 +23,15 @@ from blockdraft.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from blockdraft.data import SamplingCheck, TextDataset
     from blockdraft.data.selection import Summary
+    from blockdraft.targets import Target
 
 ENGINES = ("local", "server")
 
+QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 
 MOST_OF_POCKET = 1_000_000
 """Prompts that may be asked of pocket's generator, which would never end."""
@@ -176,7 +182,7 @@ def regenerate(
     from blockdraft.data import regenerate as run
     from blockdraft.targets import Sampling, load_target
 
-    engine = engine or ("server" if server else "local")
+    engine = ("server" if server else "local") if engine is None else engine
     if engine not in ENGINES:
         raise typer.BadParameter(f"{engine!r} is not one of {', '.join(ENGINES)}", param_hint="--engine")
     if (engine == "server") != bool(server):
@@ -224,23 +230,104 @@ def inspect(
     The check is whether its tokens were sampled from the target at temperature 1 over the whole vocabulary.
     The exit code is 2 if they were not.
     """
-    from blockdraft.cli.inspection import DataSummary
     from blockdraft.data import DataError, check_sampling, open_dataset, read_manifest
     from blockdraft.targets import load_target
 
     manifest = read_manifest(folder)
     model = load_target(target or manifest.about.target, device=device, dtype=precision(dtype))
-    paths = open_dataset(folder, model, partial=True)
-    if len(paths) == 0:
+    texts = open_dataset(folder, model, partial=True)
+    if len(texts) == 0:
         raise DataError(f"{folder} has no rows yet")
-    law = check_sampling(paths, model, num_tokens=tokens, seed=seed) if check else None
-    report = DataSummary(folder, paths, model, law)
+    sampling = check_sampling(texts, model, num_tokens=tokens, seed=seed) if check else None
+    report = DataSummary(folder, texts, model, sampling)
     if as_json:
         print_json(report.to_dict())
     else:
         report.show(samples, seed)
-    if law is not None and not law.plain:
-        raise DataError(f"{folder}: {law.verdict}")
+    if sampling is not None and not sampling.plain:
+        raise DataError(f"{folder}: {sampling.verdict}")
+
+
+class DataSummary:
+    """Tells what a data folder holds: counts, lengths, samples, and whether the target sampled its texts."""
+
+    def __init__(self, folder: Path, texts: "TextDataset", target: "Target", sampling: "SamplingCheck | None") -> None:
+        assert texts.manifest is not None
+        self.folder, self.texts, self.manifest, self.target = folder, texts, texts.manifest, target
+        self.sampling = sampling
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary as plain values."""
+        manifest = self.manifest
+        check = self.sampling
+        found = None if check is None else asdict(check) | {"plain": check.plain, "verdict": check.verdict}
+        return {
+            "about": manifest.about.model_dump(),
+            "identity": manifest.identity.to_dict(),
+            "complete": manifest.complete,
+            "counts": manifest.totals.model_dump(),
+            "lengths": self.lengths(),
+            "sampling_check": found,
+        }
+
+    def lengths(self) -> dict[str, dict[str, int]]:
+        """Return quantiles of prompt and response lengths."""
+        import numpy as np
+
+        columns = {"prompt": self.texts.prompt_lengths, "response": self.texts.response_lengths}
+        return {
+            name: {what: int(np.quantile(lengths, q, method="nearest")) for what, q in QUANTILES.items()}
+            for name, lengths in columns.items()
+        }
+
+    def show(self, num_samples: int, seed: int) -> None:
+        """Print the summary."""
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        self._samples(console, num_samples, seed)
+        manifest, counts = self.manifest, self.manifest.totals
+        state = "complete" if manifest.complete else f"{len(manifest.shards)} of {manifest.num_shards} shards"
+        console.print(f"{self.folder}: {state}, every checksum right", style="bold")
+        settings = ", ".join(
+            f"{name} {getattr(manifest.identity, name)}"
+            for name in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
+        )
+        console.print(
+            f"target {manifest.about.target} ({manifest.identity.target}), engine {manifest.identity.engine.name}"
+        )
+        console.print(f"said to be sampled with {settings}")
+        reasons = ", ".join(f"{num:,} {reason}" for reason, num in counts.finish_reasons.items())
+        console.print(f"{counts.rows:,} rows ({reasons}), {counts.response_tokens:,} response tokens")
+        for reason, num in counts.dropped.items():
+            console.print(f"{num:,} conversations not answered to their end: {reason}")
+        table = Table("tokens", *QUANTILES, box=None, pad_edge=False, header_style="bold")
+        for name, values in self.lengths().items():
+            table.add_row(name, *(str(value) for value in values.values()))
+        console.print(table)
+        if self.sampling is not None:
+            self._show_sampling(console, self.sampling)
+
+    def _show_sampling(self, console: "Console", found: "SamplingCheck") -> None:
+        console.print(
+            f"{found.num_tokens:,} tokens: mean log-probability {found.mean_log_prob:.4f}, minus the entropy "
+            f"{-found.mean_entropy:.4f}, z = {found.z:+.1f}"
+        )
+        console.print(found.verdict, style="green" if found.plain else "bold red")
+
+    def _samples(self, console: "Console", num_samples: int, seed: int) -> None:
+        import numpy as np
+        from rich.text import Text
+
+        chosen = np.random.default_rng(seed).permutation(len(self.texts))[:num_samples]
+        for index in chosen.tolist():
+            ids = self.texts[index].tolist()
+            cut = int(self.texts.prompt_lengths[index])
+            text = Text(self.target.decode(ids[:cut], skip_special_tokens=False), style="dim")
+            text.append(self.target.decode(ids[cut:], skip_special_tokens=False), style="not dim green")
+            console.print(text)
+            console.print()
 
 
 def _check_paths(source: str, out: Path, heldout_out: Path) -> None:

@@ -1,4 +1,4 @@
-"""``blockdraft demo``: everything once, from data to a report; or, with ``--quick``, speculation at work in seconds."""
+"""``blockdraft demo`` runs everything once, from data to a report, or with ``--quick`` answers prompts in seconds."""
 
 import signal
 import sys
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdraft.cli.evaluate import show_results
-from blockdraft.cli.generate import STYLES, Stream, as_dict
+from blockdraft.cli.generate import TOKEN_STYLES, Stream, generation_facts
 from blockdraft.cli.options import AsJson, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from blockdraft.quick import QuickAnswer
+    from blockdraft.demo import QuickAnswer
 
 
 def demo(
@@ -90,7 +90,7 @@ def _whole(target: str, folder: Path, as_json: bool) -> None:
 def _quick(target: str, drafter: str | None, as_json: bool) -> None:
     from rich.console import Console
 
-    from blockdraft.quick import best_shipped
+    from blockdraft.demo import best_shipped
 
     name = drafter or best_shipped(target).name  # before the seconds that PyTorch and the target take
     show = Show(Console(highlight=False, soft_wrap=True), silent=as_json)
@@ -112,9 +112,8 @@ class Show:
         import torch
 
         from blockdraft.decoding import round_costs
-        from blockdraft.demo import SIZES
+        from blockdraft.demo import SIZES, answer_twice, pooled_speed, quick_prompts, speedup, tokens_per_call
         from blockdraft.drafters import load_drafter
-        from blockdraft.quick import answer_twice, quick_prompts, speedup, tokens_per_call, tokens_per_second
         from blockdraft.targets import load_target
 
         threads = SIZES[target_name].threads
@@ -131,7 +130,7 @@ class Show:
             on_prompt=self._prompt, on_round=lambda record: self.stream.show(record), on_answer=self._answer,
         )  # fmt: skip
         drafted, alone = [each.drafted for each in answers], [each.alone for each in answers]
-        speeds = f"{tokens_per_second(drafted):.0f} and {tokens_per_second(alone):.0f} tokens/s, measured in turns"
+        speeds = f"{pooled_speed(drafted):.0f} and {pooled_speed(alone):.0f} tokens/s, measured in turns"
         self._say(
             f"\nAll together: {tokens_per_call(drafted):.2f} tokens per call, {speedup(answers):.2f}x as fast as "
             f"without a drafter ({speeds}).",
@@ -145,7 +144,7 @@ class Show:
         shown = kinds if self.console.color_system is not None else {}
         self._say(opening, end=": " if shown else ".\n")
         for number, (kind, words) in enumerate(shown.items(), 1):
-            self._say(words, style=STYLES[kind], end=", " if number < len(shown) else ".\n")
+            self._say(words, style=TOKEN_STYLES[kind], end=", " if number < len(shown) else ".\n")
 
     def _prompt(self, prompt: str) -> None:
         self._say(f"\n{prompt}", style="bold")
@@ -164,14 +163,14 @@ class Show:
 
 def in_numbers(target: str, drafter: str, answers: list["QuickAnswer"]) -> dict[str, Any]:
     """Return the quick demonstration as plain values."""
-    from blockdraft.quick import speedup, tokens_per_call
+    from blockdraft.demo import speedup, tokens_per_call
 
     return {
         "target": target, "drafter": drafter, "speedup": speedup(answers),
         "acceptance_length": tokens_per_call([each.drafted for each in answers]),
         "answers": [
             {"prompt": each.prompt, "speedup": each.speedup}
-            | {"drafted": as_dict(each.drafted), "alone": as_dict(each.alone)}
+            | {"drafted": generation_facts(each.drafted), "alone": generation_facts(each.alone)}
             for each in answers
         ],
     }  # fmt: skip

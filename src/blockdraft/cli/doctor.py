@@ -1,4 +1,4 @@
-"""``blockdraft doctor``: examine a drafter's folder, ours or anyone's."""
+"""``blockdraft doctor`` examines a drafter's folder, ours or anyone's."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,7 @@ from blockdraft.cli.options import AsJson, Device, Dtype, Seed, precision, print
 if TYPE_CHECKING:
     from blockdraft.doctor import Diagnosis
 
-STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
+LEVEL_STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 
 
 def doctor(
@@ -98,7 +98,7 @@ def show(found: "Diagnosis") -> None:
     console = Console(highlight=False, markup=False)
     table = Table("", "check", "found", "what to do", box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for each in found.findings:
-        table.add_row(Text(each.level, STYLES[each.level]), each.check, each.found, each.advice)
+        table.add_row(Text(each.level, LEVEL_STYLES[each.level]), each.check, each.found, each.advice)
     console.print(table)
     if found.measured:
         console.print(f"Predicted tokens per call under block verification, over {found.texts}:")

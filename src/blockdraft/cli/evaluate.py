@@ -1,4 +1,4 @@
-"""``blockdraft evaluate`` and ``report``: the verbs that end with a table of results."""
+"""``blockdraft evaluate`` and ``report`` are the verbs that end with a table of results."""
 
 import sys
 from pathlib import Path
@@ -124,7 +124,8 @@ def evaluate(
     chosen = load_tasks(tasks, folder=prompts, num_prompts=num_prompts, seed=seed)
     distributed = Distributed(device)
     try:
-        loaded = load_target(target, device=distributed.device, dtype=precision(dtype))
+        with distributed.in_turn():
+            loaded = load_target(target, device=distributed.device, dtype=precision(dtype))
         candidates = load_candidates(drafter, loaded, checkpoint=as_checkpoint(checkpoint))
         with Stages(shown=distributed.is_main) as stages:
             results = Evaluation(loaded, candidates, chosen, protocol, out, distributed, stages.show).run()

@@ -1,4 +1,4 @@
-"""``blockdraft generate``: decode one answer, coloured by what verification made of each token."""
+"""``blockdraft generate`` decodes one answer, coloured by what verification made of each token."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blockdraft.targets import Target
     from blockdraft.verification import Rule
 
-STYLES = {"accepted": "green", "correction": "yellow", "bonus": "cyan", "target": ""}
+TOKEN_STYLES = {"accepted": "green", "correction": "yellow", "bonus": "cyan", "target": ""}
 
 
 def generate(
@@ -130,7 +130,7 @@ def generate(
         number = 0 if small is None else small.config.num_proposals
         said = "no drafter" if small is None else f"{name}, {'up to ' if costs else ''}{number} proposals"
         stream.close(out, said)
-        results[name] = as_dict(out) | {"num_proposals": number}
+        results[name] = generation_facts(out) | {"num_proposals": number}
     if as_json:
         print_json(results)
 
@@ -192,10 +192,10 @@ class Stream:
         text = "" if self.silent else self.target.decode(self.tokens)
         if self.silent or text.endswith("�"):
             return
-        self.console.print(Text(text[self.shown :], style=STYLES[kind]), end="")
+        self.console.print(Text(text[self.shown :], style=TOKEN_STYLES[kind]), end="")
         self.shown = len(text)
 
 
-def as_dict(out: "Generation") -> dict[str, Any]:
+def generation_facts(out: "Generation") -> dict[str, Any]:
     """Return a generation as plain values."""
     return asdict(out) | {"acceptance_length": out.acceptance_length, "seconds": out.seconds}

@@ -1,4 +1,4 @@
-"""Options that several verbs share: each is named, explained and checked here, once.
+"""Name, explain and check, once, the options that several verbs share.
 
 Nothing here imports PyTorch, so that ``--help`` answers at once.
 """

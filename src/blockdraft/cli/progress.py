@@ -1,4 +1,4 @@
-"""How far the work is, how fast it goes and how long it still takes: bars on a terminal, lines in a pipe or a file."""
+"""Show how far the work is, how fast it goes and how long it still takes: bars on a terminal, lines in a pipe."""
 
 import threading
 import time

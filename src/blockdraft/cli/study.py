@@ -1,4 +1,4 @@
-"""``blockdraft study``: the paper's experiment at any size."""
+"""``blockdraft study`` runs the paper's experiment at any size."""
 
 import os
 import sys

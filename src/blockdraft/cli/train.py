@@ -1,4 +1,4 @@
-"""``blockdraft recipes``, ``estimate`` and ``train``: what to train, what it will take, and the training itself."""
+"""``blockdraft recipes`` says what to train, ``estimate`` what it will take, and ``train`` does it."""
 
 import sys
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Training data from the target itself: prompts, regenerated responses, batches of blocks."""
+"""Make training data from the target itself: prompts, regenerated responses, batches of blocks."""
 
 from blockdraft.data.batches import Batch, BatchSampler, TextAnchors, collate, partition
 from blockdraft.data.conversation import Completion, Conversation, GenerationSettings, Request

@@ -1,4 +1,4 @@
-"""Blocks to train on: which texts, which anchors, and how they lie in tensors.
+"""Choose blocks to train on, their texts and anchors, and lay them out in tensors.
 
 An anchor is a position of a response whose next token belongs to the response
 too; in decoding it is the last committed token. Its block is the next B tokens,

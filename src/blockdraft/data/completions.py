@@ -1,4 +1,4 @@
-"""Requests to an OpenAI-compatible server for one response, and how its replies become token ids.
+"""Ask an OpenAI-compatible server for one response, and turn its reply into token ids.
 
 Nothing is left to a server's defaults, and nothing is believed that can be checked: a reply whose
 tokens cannot be told for certain is an `UnusableError`.

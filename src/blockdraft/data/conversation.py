@@ -1,4 +1,4 @@
-"""A conversation with the target: turns, chat template, budgets and seeds, one response after another.
+"""Hold a conversation with the target: turns, chat template, budgets and seeds, one response after another.
 
 Training data and evaluation both hold conversations in this way, so there is one rule for what fits:
 a turn is asked only if its rendered prompt leaves room for a response within ``max_length`` tokens.

@@ -1,4 +1,4 @@
-"""One server: its address, the model it serves, how it wants to be asked, and JSON over HTTP with retries."""
+"""Speak to one server: its address, the model it serves, how it wants to be asked, JSON over HTTP with retries."""
 
 import asyncio
 import datetime

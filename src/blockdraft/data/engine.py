@@ -124,14 +124,20 @@ class LocalEngine(Engine):
     def _draw(self, hidden: Tensor, responses: Sequence["_Response"]) -> None:
         """Append one token to each response, drawn with the next number of its own uniform stream."""
         logits = self.target.logits(hidden)
-        if not bool(logits.amax(-1).isfinite().all()):  # the greedy token of such logits would look like any other
+        probs = _probs(logits, [response.request.sampling for response in responses])
+        uniform = torch.stack([response.uniform[len(response.tokens)] for response in responses])
+        if probs.is_cuda:
+            uniform = uniform.pin_memory()
+        tokens, are_numbers = _find(probs, uniform.to(probs.device, non_blocking=True))
+        # the greedy token of logits that are not numbers would look like any other
+        is_damaged = ~(logits.amax(-1).isfinite() & are_numbers).all()
+        *found, damaged = torch.cat([tokens, is_damaged[None].long()]).tolist()  # the only wait for the device
+        if damaged:
             raise EngineError(
                 f"{self.target.name} computes logits that are not numbers; its weights are damaged, or its precision "
                 "is too narrow: try --dtype float32"
             )
-        probs = _probs(logits, [response.request.sampling for response in responses])
-        uniform = torch.stack([response.uniform[len(response.tokens)] for response in responses]).to(probs.device)
-        for response, token in zip(responses, draw(probs, uniform).tolist(), strict=True):
+        for response, token in zip(responses, found, strict=True):
             response.tokens.append(token)
 
 
@@ -162,16 +168,22 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     so that only chunk sums and one chunk per row are summed up. A token of
     probability zero is never drawn.
     """
+    tokens, are_numbers = _find(probs, uniform)
+    if not bool(are_numbers.all()):
+        raise EngineError("the target's probabilities are not numbers; load it in a wider precision (--dtype float32)")
+    return tokens
+
+
+def _find(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens ``[A]`` of `draw`, and whether each row is made of numbers, ``[A]``; on the device."""
     num_rows, vocab_size = probs.shape
     width = max(1, int(vocab_size**0.5))
     padded = torch.nn.functional.pad(probs, (0, -vocab_size % width)).view(num_rows, -1, width)
     ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)  # [A, chunks]
-    if not bool(ends[:, -1].isfinite().all()):
-        raise EngineError("the target's probabilities are not numbers; load it in a wider precision (--dtype float32)")
     point = uniform * ends[:, -1]
-    chunk = (ends <= point[:, None]).sum(-1)
+    chunk = (ends <= point[:, None]).sum(-1).clamp(max=ends.shape[1] - 1)  # what is not a number must not lead outside
     before = ends.gather(1, (chunk - 1).clamp(min=0)[:, None])[:, 0].where(chunk > 0, 0)
     within = padded[torch.arange(num_rows, device=probs.device), chunk]  # [A, width]
     below = (within.double().cumsum(-1) <= (point - before)[:, None]).sum(-1)
     last = width - 1 - (within.flip(-1) > 0).to(torch.uint8).argmax(-1)  # rounding may pass the end of the chunk
-    return chunk * width + torch.minimum(below, last)
+    return chunk * width + torch.minimum(below, last), ends[:, -1].isfinite()

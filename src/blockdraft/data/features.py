@@ -1,8 +1,9 @@
-"""What a drafter reads of its target: computed beside the trainer, or once and kept on disk.
+"""Compute what a drafter reads of its target, beside the trainer, or once to be kept on disk.
 
 A cache ties itself to the fingerprint of the target, its layers and precision, and to the texts; its files are
-checksummed and mapped into memory. For a drafter over fewer tokens it also holds the target's normalizer: log Z and
-argmax of the whole vocabulary at every position, so that training runs both heads over the drafter's tokens alone.
+checksummed and mapped into memory. It covers a whole data folder, so that runs with other held-out texts share it.
+For a drafter over fewer tokens it also holds the target's normalizer: log Z and argmax of the whole vocabulary at
+every position, so that training runs both heads over the drafter's tokens alone.
 """
 
 import os
@@ -91,11 +92,12 @@ class CachedFeatures(Features):
         layers: Sequence[int],
         normalizer_temperature: float | None = None,
     ) -> None:
-        self.folder, self.dataset, self.hidden_size = Path(folder), dataset, target.hidden_size
+        self.folder, self.hidden_size = Path(folder), target.hidden_size
+        self.dataset, self._rows = dataset.whole
         index = CacheIndex.read(self.folder)
-        identity = cache_identity(target, dataset, layers, normalizer_temperature)
+        identity = cache_identity(target, self.dataset, layers, normalizer_temperature)
         refuse_other_identity(self.folder, index.identity, identity)
-        names = _file_names(len(_files(dataset)), normalizer_temperature)
+        names = _file_names(len(_files(self.dataset)), normalizer_temperature)
         missing = [name for name in names if name not in index.files]
         if missing:
             have = len(names) - len(missing)
@@ -153,8 +155,9 @@ class CachedFeatures(Features):
         return maps
 
     def _held(self, maps: list[NDArray[Any]], text: int, length: int) -> NDArray[Any]:
-        file = text // TEXTS_PER_FILE
-        begin = int(self.dataset.starts[text] - self.dataset.starts[file * TEXTS_PER_FILE])
+        row = int(self._rows[text])
+        file = row // TEXTS_PER_FILE
+        begin = int(self.dataset.starts[row] - self.dataset.starts[file * TEXTS_PER_FILE])
         return np.array(maps[file][begin : begin + length])
 
 
@@ -188,9 +191,9 @@ def build_cache(
 ) -> None:
     """Run the target over all texts and keep what drafters read; resumes where it stopped.
 
-    It is refused beforehand if it would take more than ``max_bytes``.
+    Of a dataset that was split, the whole is kept. It is refused beforehand if it would take more than ``max_bytes``.
     """
-    folder = Path(folder)
+    folder, (dataset, _rows) = Path(folder), dataset.whole
     refuse_large_cache(target, dataset, layers, max_bytes)
     identity = cache_identity(target, dataset, layers, normalizer_temperature)
     groups = _files(dataset)
@@ -229,7 +232,8 @@ def _bytes_to_write(folder: Path, target: Target, dataset: TextDataset, layers: 
 
 
 def refuse_large_cache(target: Target, dataset: TextDataset, layers: Sequence[int], max_bytes: int) -> None:
-    """Raise if a cache would take more than so many bytes."""
+    """Raise if a cache of the whole dataset would take more than so many bytes."""
+    dataset, _rows = dataset.whole
     needed = cache_bytes(len(dataset.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
     if needed > max_bytes:
         raise DataError(

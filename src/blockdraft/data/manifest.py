@@ -1,4 +1,4 @@
-"""The manifest of a data folder: what decides its rows, where they come from, and the checksums of its shards.
+"""The manifest of a data folder says what decides its rows, where they come from, and the checksums of its shards.
 
 `read_manifest` is the only reader and `write_manifest` the only writer of ``manifest.json``. Folders that
 earlier versions wrote in the same format are read as well.

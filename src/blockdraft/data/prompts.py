@@ -1,4 +1,4 @@
-"""Prompts: the user's side of conversations, how other people's data sets write them, and our own files of them."""
+"""Read and write prompts, the user's side of conversations, from our own files and other people's data sets."""
 
 import gzip
 import json

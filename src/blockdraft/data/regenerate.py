@@ -1,4 +1,4 @@
-"""Prompts in, texts out: every assistant turn is sampled anew from the target, into a data folder."""
+"""Turn prompts into texts: every assistant turn is sampled anew from the target, into a data folder."""
 
 import hashlib
 import json
@@ -16,7 +16,17 @@ from pydantic import TypeAdapter
 import blockdraft
 from blockdraft.data.conversation import Completion, Conversation, GenerationSettings
 from blockdraft.data.engine import Engine, LocalEngine
-from blockdraft.data.manifest import MANIFEST, DataError, EngineRecord, Identity, Manifest, Provenance, read_manifest
+from blockdraft.data.manifest import (
+    MANIFEST,
+    DataError,
+    EngineRecord,
+    Identity,
+    Manifest,
+    Provenance,
+    read_manifest,
+    shard_name,
+    write_manifest,
+)
 from blockdraft.data.prompts import Prompt
 from blockdraft.data.store import Store, writing
 from blockdraft.files import complete_lines
@@ -49,11 +59,13 @@ def regenerate(
 ) -> Manifest:
     """Write the target's own responses to all prompts into a folder, or resume where an earlier run stopped.
 
+    A folder grows: given more prompts, beginning with those that it was made of, only the new ones are answered.
+
     Args:
         prompts: the conversations; the rows are in their order.
         target: the model to sample from; the data carries its name and fingerprint.
         settings: the distribution to sample from, and the limits.
-        folder: a new or an unfinished data folder.
+        folder: a new or an unfinished data folder, or one to add to.
         engine: what does the sampling: the target itself if not given, or a server that serves it.
         shard_size: the number of conversations per shard.
         on_progress: called with whatever was just finished.
@@ -76,7 +88,7 @@ def regenerate(
             f"{target.name} reads texts of up to {limit} tokens, and max_length is {settings.max_length}; lower it"
         )
     engine = engine or LocalEngine(target)
-    if not _is_complete(folder):
+    if not _is_complete(folder, len(prompts)):
         engine.prepare(target, settings.sampling)  # before anything is written
     identity = Identity(
         target=fingerprint(target),
@@ -96,6 +108,7 @@ def regenerate(
         python=platform.python_version(),
     )
     with writing(folder):
+        _grow(folder, prompts, identity)
         run = _Run(prompts, target, settings, Store(folder, identity, about), on_progress or _ignore)
         run.complete(engine)
         return run.store.manifest
@@ -253,8 +266,31 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def _is_complete(folder: Path) -> bool:
-    return (folder / MANIFEST).exists() and read_manifest(folder).complete
+def _is_complete(folder: Path, num_prompts: int) -> bool:
+    if not (folder / MANIFEST).exists():
+        return False
+    manifest = read_manifest(folder)
+    return manifest.complete and manifest.identity.num_prompts >= num_prompts
+
+
+def _grow(folder: Path, prompts: Sequence[Prompt], identity: Identity) -> None:
+    """Make room for more prompts in a folder, if they begin with those that it was made of and all else is the same.
+
+    A last shard that was not full is made anew. Anything else is left as it is, for `Store` to resume or to refuse.
+    """
+    if not (folder / MANIFEST).exists():
+        return
+    manifest = read_manifest(folder)
+    before = manifest.identity
+    is_same = before.to_dict() | {"prompts": identity.prompts, "num_prompts": len(prompts)} == identity.to_dict()
+    if not is_same or before.num_prompts >= len(prompts) or _digest(prompts[: before.num_prompts]) != before.prompts:
+        return
+    num_full = before.num_prompts // before.shard_size
+    shards = {name: shard for name, shard in manifest.shards.items() if name in map(shard_name, range(num_full))}
+    write_manifest(
+        folder,
+        manifest.model_copy(update={"identity": identity, "num_shards": identity.num_shards, "shards": shards}),
+    )
 
 
 def _ignore(_conversations: int, _tokens: int, _new: bool) -> None:

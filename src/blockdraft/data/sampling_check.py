@@ -1,4 +1,4 @@
-r"""Were these tokens sampled from the target's own distribution?
+r"""Check whether tokens were sampled from the target's own distribution.
 
 At temperature 1 over the whole vocabulary, a sampled token's log-probability is
 on average minus the entropy of its distribution:

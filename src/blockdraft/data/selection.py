@@ -1,4 +1,4 @@
-"""Choosing prompts: where they come from, and which of them are kept and held out.
+"""Choose prompts: where they come from, and which of them are kept and held out.
 
 They come from files, Hugging Face data sets and pocket's generator. The same seed chooses the same ones, without
 repetition. A text's place in the order is a hash of the seed and the text itself. So the choice does not depend on the

@@ -1,4 +1,4 @@
-"""Responses from OpenAI-compatible servers: vLLM, SGLang, `transformers serve`.
+"""Sample responses from OpenAI-compatible servers: vLLM, SGLang, `transformers serve`.
 
 Requests run as tasks of one event loop in a thread of its own, where only bytes are moved; tokenizers
 are not safe to share, so they stay with the caller. Leaving the engine cancels every task, which closes

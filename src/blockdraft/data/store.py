@@ -1,4 +1,4 @@
-"""Sampled texts on disk and in memory: Parquet shards in a data folder, and the dataset read from them.
+"""Keep sampled texts on disk and in memory: Parquet shards in a data folder, and the dataset read from them.
 
 A shard is written beside its place, synced and moved there; only then the manifest, written the same
 way, lists it with its checksum. What the manifest does not list does not exist.
@@ -130,6 +130,7 @@ class TextDataset:
     prompt_lengths: ``[R]`` the number of tokens before each response.
     identity: a hash of the rows.
     manifest: the manifest of the data folder; None for rows that were made in memory.
+    source: the dataset that these texts were taken from, and ``[R]`` their rows in it; None for a whole one.
     """
 
     tokens: NDArray[np.int32]
@@ -137,6 +138,7 @@ class TextDataset:
     prompt_lengths: NDArray[np.int64]
     identity: str
     manifest: Manifest | None = None
+    source: "tuple[TextDataset, NDArray[np.int64]] | None" = None
 
     @classmethod
     def of(cls, rows: Sequence[Completion]) -> "TextDataset":
@@ -178,7 +180,15 @@ class TextDataset:
         tokens = np.concatenate(parts) if parts else self.tokens[:0]
         starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
         identity = hashlib.sha256(f"{self.identity}/{indices.tolist()}".encode()).hexdigest()[:16]
-        return TextDataset(tokens, starts, self.prompt_lengths[indices], identity, self.manifest)
+        whole, rows = self.whole
+        return TextDataset(
+            tokens, starts, self.prompt_lengths[indices], identity, self.manifest, source=(whole, rows[indices])
+        )
+
+    @property
+    def whole(self) -> "tuple[TextDataset, NDArray[np.int64]]":
+        """Give the dataset that these texts were taken from, and their rows ``[R]`` in it; itself if it is whole."""
+        return self.source or (self, np.arange(len(self)))
 
 
 def open_dataset(folder: str | Path, target: Target | None = None, *, partial: bool = False) -> TextDataset:

@@ -1,4 +1,4 @@
-"""Lossless decoding with or without a drafter."""
+"""Decode losslessly, with or without a drafter."""
 
 from blockdraft.decoding.costs import choose_num_proposals, measure_costs, round_costs
 from blockdraft.decoding.generation import Generation, OnVerdict, Round, generate

@@ -13,19 +13,22 @@ from statistics import median
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from blockdraft.decoding.generation import Round, generate
 from blockdraft.decoding.proposals import ProposalChoice, RoundCosts, best_num_proposals, lengths_of
 from blockdraft.decoding.request import DecodingError, PromptLike
 from blockdraft.drafters import Drafter, Proposal
-from blockdraft.files import write_json
+from blockdraft.errors import BlockdraftError
+from blockdraft.files import read_json, write_json
 from blockdraft.targets import Target
 from blockdraft.verification import Rule, Verdict, expected_retention
 
-PHASES = ("draft", "verify", "rest")
+TIMED_PHASES = ("draft", "verify", "rest")
 TOKENS_PER_TEXT = 8
 """The new tokens of each text that rounds are timed on: enough for a round or more of every length."""
+_COSTS = TypeAdapter(RoundCosts)
 
 
 def measure_costs(
@@ -75,7 +78,7 @@ def measure_costs(
             f"{target.name} ends its answers to these prompts too early to time rounds of up to {whole} proposals; "
             "give the number of proposals yourself"
         )
-    timed = {phase: tuple(median(each.seconds[phase] for each in rounds) for rounds in seen) for phase in PHASES}
+    timed = {phase: tuple(median(each.seconds[phase] for each in rounds) for rounds in seen) for phase in TIMED_PHASES}
     return RoundCosts(**timed)
 
 
@@ -154,8 +157,8 @@ def round_costs(
     They are kept in ``~/.cache/blockdraft/costs`` (or below ``XDG_CACHE_HOME``); delete the file to measure again.
     """
     file = costs_file(target, drafter, rule)
-    with suppress(OSError, ValueError, TypeError):  # not there, or not whole: measured again
-        found = RoundCosts(**{phase: tuple(map(float, each)) for phase, each in json.loads(file.read_text()).items()})
+    with suppress(BlockdraftError, ValueError):  # not there, not whole, or impossible: measured again
+        found = _COSTS.validate_python(read_json(file, BlockdraftError))
         if found.num_proposals == drafter.config.num_proposals:
             return found
     costs = measure_costs(

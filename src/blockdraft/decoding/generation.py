@@ -1,4 +1,4 @@
-"""Speculative decoding: prefill, then rounds of propose, verify, commit."""
+"""Decode speculatively: prefill, then rounds of propose, verify, commit."""
 
 import time
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Round:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens that the round added to the text."""
+        """Give the tokens that the round added to the text."""
         return self.drafted[: self.accepted] + ([] if self.next_token is None else [self.next_token])
 
 
@@ -73,12 +73,12 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens retained per verification call, correction and bonus tokens included, the prefill token excluded."""
+        """Give the tokens kept per verification call, with correction and bonus tokens, without the prefill token."""
         return sum(len(r.tokens) for r in self.rounds) / max(1, len(self.rounds))
 
     @property
     def seconds(self) -> float:
-        """The time that the whole generation took."""
+        """Give the time that the whole generation took."""
         return self.prefill_seconds + sum(sum(r.seconds.values()) for r in self.rounds)
 
 
@@ -160,7 +160,7 @@ def generate(
 
 
 class _Text:
-    """A text that is being decoded, and what is told about it."""
+    """Decodes a text, and tells what happens."""
 
     def __init__(
         self,
@@ -179,9 +179,9 @@ class _Text:
 
     def start(self, seed: int) -> None:
         """Read the prompt and draw the first token."""
-        start = clock()
+        start = self._now()
         token = self.rounds.start(self.out.prompt, seed)
-        self.out.prefill_seconds = clock() - start
+        self.out.prefill_seconds = self._now() - start
         self._append([token])
         if self.on_round is not None:
             self.on_round(Round([], 0, token, {}))

@@ -1,4 +1,4 @@
-"""Rounds as CUDA graphs: recorded once for a target, a drafter and a capacity, replayed for every round of every text.
+"""Record rounds as CUDA graphs, once for a target, a drafter and a capacity, and replay them in every text.
 
 A round of a large target is thousands of kernels that each run for microseconds; asking for them one by one from
 Python takes longer than they do. A graph asks for a whole phase at once. With and without a drafter rounds are

@@ -1,4 +1,4 @@
-"""How many tokens to propose: the number that maximises predicted tokens per second on this machine.
+"""Choose how many tokens to propose: the number with the most predicted tokens per second on this machine.
 
 A round of b proposals yields on average L(b) tokens, which prediction knows, and takes
 
@@ -10,6 +10,7 @@ lossless. `best_num_proposals` chooses one number for all texts, `AdaptivePropos
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,15 +26,19 @@ class RoundCosts:
     def __post_init__(self) -> None:
         if not len(self.draft) == len(self.verify) == len(self.rest) > 1:
             raise ValueError("costs need the same numbers of proposals in every phase, 0 and at least one more")
+        if not all(math.isfinite(each) and each >= 0 for each in (*self.draft, *self.verify, *self.rest)):
+            raise ValueError("costs are finite numbers of seconds, and none is negative")
+        if not all(each > 0 for each in self.seconds):
+            raise ValueError("a round cannot take no time at all")
 
     @property
     def num_proposals(self) -> int:
-        """B, the largest number of proposals that was timed."""
+        """Give B, the largest number of proposals that was timed."""
         return len(self.draft) - 1
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """T(b), the seconds of whole rounds."""
+        """Give T(b), the seconds of whole rounds."""
         return tuple(map(sum, zip(self.draft, self.verify, self.rest, strict=True)))
 
 
@@ -50,12 +55,12 @@ class ProposalChoice:
 
     @property
     def tokens_per_second(self) -> tuple[float, ...]:
-        """The predicted speed with 0, 1, .. B proposals, prefill not counted."""
+        """Give the predicted speed with 0, 1, .. B proposals, prefill not counted."""
         return tokens_per_second(self.costs, self.lengths)
 
     @property
     def speedup(self) -> float:
-        """The predicted speed over that of the target alone."""
+        """Give the predicted speed over that of the target alone."""
         return self.tokens_per_second[self.num_proposals] / self.tokens_per_second[0]
 
 
@@ -101,7 +106,7 @@ class AdaptiveProposals:
 
     @property
     def alpha(self) -> float:
-        """The estimated probability that a drafted token is kept if those before it were."""
+        """Give the estimated probability that a drafted token is kept if those before it were."""
         return self.kept / (self.kept + self.rejected)
 
     def next(self) -> int:

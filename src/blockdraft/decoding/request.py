@@ -1,4 +1,4 @@
-"""What `generate` is asked for, checked before any model runs: the prompt, the sampling, the room in the context."""
+"""Check what `generate` is asked for before any model runs: the prompt, the sampling, the room in the context."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ SMALLEST_TEMPERATURE = 1e-6
 
 
 class DecodingError(BlockdraftError):
-    """Something that `generate` cannot do as it was asked, and how to ask."""
+    """`generate` cannot do what it was asked; the message says why, and how to ask."""
 
 
 def prompt_ids(target: Target, prompt: PromptLike, *, raw: bool = False) -> list[int]:

@@ -1,4 +1,4 @@
-"""The rounds of a text: draft, verify, decide, commit, as phases that a CUDA graph can hold.
+"""Take the rounds of a text, draft, verify, decide, commit, as phases that a CUDA graph can hold.
 
 A round reads from the device once, when all of it is decided: the block, where it ends, how much of it was kept and
 the token that follows. Without a drafter blocks are empty, which is autoregressive decoding.
@@ -129,7 +129,7 @@ class Rounds:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that both caches take."""
+        """Give the memory that both caches take."""
         return sum(cache.num_bytes for cache in (self.cache, self.draft_cache) if cache is not None)
 
     def run(self, *names: str) -> None:

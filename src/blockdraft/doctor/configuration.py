@@ -1,4 +1,4 @@
-"""What ``config.json`` says against what the target is and what engines make of it.
+"""Compare what ``config.json`` says with what the target is and what engines make of it.
 
 Each check yields findings and mends the folder's copy of the configuration, so that one mistake does not hide the next
 one, and so that a drafter whose configuration is wrong can still be measured.
@@ -267,7 +267,12 @@ def _causality(folder: Folder, _target: Target) -> Iterator[Finding]:
 def _rope(folder: Folder, target: Target) -> Iterator[Finding]:
     own = target_theta(target)
     if folder.format == "blockdraft":
-        theta = folder.get("theta")
+        stated_theta, theta = folder.get("theta"), as_number(folder.get("theta"))
+        if theta is None or theta <= 0:
+            found = f"rope_theta is {stated_theta!r:.60}, not a number above 0"
+            yield Finding("rotary positions", "wrong", found, f"write it in {CONFIG}; that of {target.name} is {own:g}")
+            folder.put("theta", own)
+            return
     else:
         layers, problem = folder.layers, None
         rope, scaling = (as_section(layers.get(name)) for name in ("rope_parameters", "rope_scaling"))

@@ -1,4 +1,4 @@
-"""The examination of a drafter's folder, from its configuration to the readings that fit its weights."""
+"""Examine a drafter's folder, from its configuration to the readings that fit its weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 
 from blockdraft.data import Completion, DataError, check_sampling, open_dataset, read_manifest
 from blockdraft.data.engine import draw
+from blockdraft.decoding.request import DecodingError, context_limit, room
 from blockdraft.doctor.configuration import check_configuration
 from blockdraft.doctor.folder import Diagnosis, Finding, Folder
 from blockdraft.doctor.readings import Clinic, Reading, choices_for, fitting, pooled, reading_findings
@@ -80,6 +81,7 @@ def examine(
     elif measure:
         if texts is None:
             ids = [_prompt(target, prompts[i % len(prompts)]) for i in range(num_texts)]
+            _check_room(target, ids, max_new_tokens, config.num_slots)
             texts = sample_texts(target, ids, max_new_tokens + config.num_slots, seed)
             found.texts = f"{len(texts)} texts sampled from {target.name} at temperature 1"
         else:
@@ -130,6 +132,16 @@ def sample_texts(target: Target, prompts: Sequence[Sequence[int]], num_tokens: i
     return texts
 
 
+def _check_room(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_slots: int) -> None:
+    """Refuse texts that the target's context cannot hold, as decoding does."""
+    fits = room(target, None, max(map(len, prompts)))
+    if fits is not None and max_new_tokens + num_slots > fits:
+        raise DecodingError(
+            f"{target.name} reads at most {context_limit(target):,} tokens, and texts of {max_new_tokens:,} new ones "
+            f"with a block behind them are longer; set --max-new-tokens to at most {fits - num_slots:,}"
+        )
+
+
 def _prompt(target: Target, prompt: str, *, thinking: bool = False) -> list[int]:
     """Return the ids of a user's message under the chat template, or as it stands where there is none."""
     if target.tokenizer is None:
@@ -160,6 +172,8 @@ def _data_texts(
     manifest = read_manifest(data)
     try:
         dataset = open_dataset(data, target, partial=True)
+        if len(dataset) == 0:
+            raise DataError(f"{data} holds no texts yet")
     except DataError as error:
         advice = "regenerate the data with this target: blockdraft data regenerate"
         found.findings.append(Finding("data", "wrong", str(error), advice))
@@ -192,6 +206,8 @@ def _thinking(
     ids = [[_prompt(target, each, thinking=thinking) for each in asked] for thinking in (False, True)]
     if ids[0] == ids[1]:
         return Finding("thinking", "ok", "the target's chat template does not know thinking")
+    for each in ids:
+        _check_room(target, each, max_new_tokens, best.config.num_slots)
     texts = [sample_texts(target, each, max_new_tokens + best.config.num_slots, seed) for each in ids]
     without, with_thinking = (pooled(clinic.predict(best, each)) for each in texts)
     found = f"{without:.2f} tokens per call without thinking, {with_thinking:.2f} with it"

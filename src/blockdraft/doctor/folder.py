@@ -1,4 +1,4 @@
-"""A drafter's folder under examination, and what was found: a line for each check, and the lengths that were measured.
+"""Read a drafter's folder for an examination, and hold what was found: a line for each check, and measured lengths.
 
 A folder keeps its configuration as it stands beside a copy that is mended where something is wrong.
 """
@@ -207,8 +207,13 @@ def is_int(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a value of a JSON file as a number, and None if it is none."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """Return a value of a JSON file as a number, and None if it is none, or one that no float can hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def as_section(value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which reading of an ambiguous field fits the weights, and what to change in which file if it is not the given one.
+"""Find the reading of an ambiguous field that fits the weights, and what to change if it is not the given one.
 
 A drafter that is read wrongly still drafts, a little; nothing fails. So every field that can be misread is read in all
 plausible ways, the other fields as they fit best so far, and the one under which the target's own texts take

@@ -1,4 +1,4 @@
-"""The tensors of a folder: names, shapes, numbers, and whose head and embedding they are."""
+"""Check the tensors of a folder: names, shapes, numbers, and whose head and embedding they are."""
 
 import copy
 from collections import Counter
@@ -47,13 +47,18 @@ def _dtype(folder: Folder) -> Iterator[Finding]:
     found = Counter(str(t.dtype).removeprefix("torch.") for t in folder.tensors.values() if t.is_floating_point())
     strange = [name for name in found if name not in DTYPES]
     stated = folder.given.get("dtype") or folder.given.get("torch_dtype")
-    if strange:
+    whole = [n for n, t in folder.tensors.items() if not t.is_floating_point() and n not in (D2T, T2D, DRAFT_IDS)]
+    if whole:
+        folder.hopeless = "weights are whole numbers, which nothing can be drafted with"
+        kind = str(folder.tensors[whole[0]].dtype).removeprefix("torch.")
+        yield Finding("dtype", "wrong", f"{listed(whole)}: {kind}", f"convert to one of {', '.join(DTYPES)}")
+    elif strange:
         folder.hopeless = f"weights of {strange[0]} cannot be drafted with"
         yield Finding("dtype", "wrong", f"weights of {listed(strange)}", f"convert them to one of {', '.join(DTYPES)}")
     elif len(found) > 1:
         counts = ", ".join(f"{num} of {name}" for name, num in found.most_common())
         yield Finding("dtype", "warning", f"tensors of several dtypes: {counts}", "write all of them in one")
-    elif found and folder.format != "blockdraft" and stated not in found:
+    elif found and folder.format != "blockdraft" and stated not in list(found):
         own = next(iter(found))
         said = "does not say so" if stated is None else f"says {stated}"
         yield Finding("dtype", "warning", f"weights of {own}; {CONFIG} {said}", f'write "dtype": "{own}" in {CONFIG}')

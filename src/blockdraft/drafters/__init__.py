@@ -1,4 +1,4 @@
-"""Block drafters: DFlash and DSpark on one backbone."""
+"""This package holds block drafters: DFlash and DSpark on one backbone."""
 
 from blockdraft.drafters.attention import Anchors, FlexAttention, GroupedAttention, ReferenceAttention
 from blockdraft.drafters.checkpoint import SHIPPED, CheckpointError, find_drafter, load_drafter, save_drafter

@@ -1,4 +1,4 @@
-"""Attention of many blocks to their contexts, three ways that must agree.
+"""Let many blocks attend to their contexts, in three ways that must agree.
 
 Block a sits on row ``row[a]`` of the context. It sees the context positions
 ``start[a] <= t < anchor[a]`` of that row, its own slots, and nothing else: not
@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+from blockdraft.selfcheck import compare, passes_check
+
+PART = "flex attention"
+FLEX_DEVICES = ("cuda",)
+"""Here flex attention is tried; elsewhere groups of blocks attend by SDPA."""
+
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Products in float32 may round their factors to ten bits on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,8 @@ class GroupedAttention(BlockAttention):
     A group of up to G blocks, neighbours in their text, attends to one copy of the context that its last
     block sees and to its own G * S slots under one mask: the waste are foreign slots and context that only
     later blocks see, the gain is one copy of the context for G blocks. Groups of about equally much context
-    share a call, so that little of it is padding.
+    share a call, so that little of it is padding. It is for CPUs, whose SDPA takes four times as long in bfloat16
+    as in float32, so it computes in float32 whatever it is given.
     """
 
     def __init__(
@@ -90,13 +100,17 @@ class GroupedAttention(BlockAttention):
         self.place[blocks[by_width].flatten()[places]] = places  # where block a comes out
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor) -> Tensor:
+        dtype = q.dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            q, k, v, context_k, context_v = (x.float() for x in (q, k, v, context_k, context_v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [A, S, heads, d], as they lie in memory
         context_k, context_v = (x.transpose(1, 2).flatten(0, 1) for x in (context_k, context_v))  # [N * T, kv_heads, d]
-        outputs = [call(q, k, v, context_k, context_v).unflatten(1, (-1, self.num_slots)) for call in self.calls]
+        with torch.autocast(q.device.type, enabled=False):
+            outputs = [call(q, k, v, context_k, context_v).unflatten(1, (-1, self.num_slots)) for call in self.calls]
         if not outputs:
-            return q.transpose(1, 2)
+            return q.transpose(1, 2).to(dtype)
         cells = torch.cat([out.flatten(0, 1) for out in outputs])
-        return cells.index_select(0, self.place).transpose(1, 2)
+        return cells.index_select(0, self.place).transpose(1, 2).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -197,3 +211,46 @@ def _make_mask(compiled: bool) -> Any:
 def _flex(compiled: bool) -> Any:
     """Return flex attention; compiled, it computes only the visible tiles, as it must on a GPU."""
     return torch.compile(flex_attention) if compiled else flex_attention
+
+
+def default_attention(
+    anchors: Anchors,
+    num_slots: int,
+    num_rows: int,
+    context_length: int,
+    heads: tuple[int, int, int] = (4, 2, 64),
+    dtype: torch.dtype = torch.float32,
+) -> BlockAttention:
+    """Choose flex attention on a GPU, where on first use it must agree with the definition, and SDPA elsewhere.
+
+    Args:
+        anchors, num_slots, num_rows, context_length: as for `FlexAttention`.
+        heads: of queries, of keys and values, and their width: kernels differ by them, and so do checks.
+        dtype: of the products.
+    """
+    device = anchors.row.device
+    if device.type in FLEX_DEVICES:
+        check = functools.partial(check_flex, device, num_slots, heads, dtype)
+        if passes_check(PART, device, check, key=(num_slots, heads, str(dtype))):
+            return FlexAttention(anchors, num_slots, num_rows, context_length)
+    return GroupedAttention(anchors, num_slots, context_length)
+
+
+def check_flex(device: torch.device, num_slots: int, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Raise unless flex attention and the definition agree on four blocks in two rows: output, and gradients."""
+    num_heads, num_kv_heads, width = heads
+    num_rows, length, results = 2, 200, []
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        places = torch.tensor([[0, 0, 1, 1], [3, 150, 60, 199], [0, 0, 0, 70]]).to(device)
+        anchors = Anchors(*places)
+        of_blocks, of_context = (4, num_kv_heads, num_slots, width), (num_rows, num_kv_heads, length, width)
+        shapes = [(4, num_heads, num_slots, width), of_blocks, of_blocks, of_context, of_context]
+        generator = torch.Generator().manual_seed(0)
+        *given, weight = (torch.randn(x, generator=generator).to(device, dtype) for x in (*shapes, shapes[0]))
+        for attend in (FlexAttention(anchors, num_slots, num_rows, length), ReferenceAttention(anchors)):
+            inputs = [x.clone().requires_grad_() for x in given]
+            out = attend(*inputs)
+            results.append([out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)])
+    names = ("the output", *(f"the gradient of {name}" for name in ("q", "k", "v", "the context's k", "its v")))
+    for name, found, expected in zip(names, *results, strict=True):
+        compare(name, found, expected, TOLERANCE.get(dtype, 1e-2))

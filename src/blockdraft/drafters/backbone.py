@@ -1,4 +1,4 @@
-"""The backbone that DFlash and DSpark share, Qwen3-style layers over a block with the target's features as context.
+"""Build the backbone of DFlash and DSpark: Qwen3-style layers over a block, with the target's features as context.
 
 Each layer takes keys and values from ``[context ; block]`` through the same
 projections, queries from the block alone. The context, ``hidden_norm(fc(features))``,
@@ -261,7 +261,7 @@ class ContextCache:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that keys and values take."""
+        """Give the memory that keys and values take."""
         return self.storage.numel() * self.storage.element_size()
 
     def _positions(self, num_rows: int, at: Tensor | None) -> Positions:

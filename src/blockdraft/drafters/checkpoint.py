@@ -1,4 +1,4 @@
-"""Drafters on disk and on the Hub: finding them, and reading and writing ``config.json`` and ``model.safetensors``.
+"""Find drafters on disk and on the Hub, and read and write their ``config.json`` and ``model.safetensors``.
 
 Nothing is taken on trust: every name, shape and value of a tensor is checked, and so is the target it was made for.
 """
@@ -20,6 +20,7 @@ from blockdraft.drafters.drafter import Drafter, build_drafter
 from blockdraft.drafters.formats import D2T, EMBEDDING, HEAD, T2D, format_of, read_config
 from blockdraft.errors import BlockdraftError
 from blockdraft.targets import Target
+from blockdraft.targets.loading import refuse_unreachable_hub
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 HOLDS = f"a drafter's folder holds {CONFIG} and {WEIGHTS}"
@@ -106,10 +107,14 @@ def _best(folder: Path) -> Path:
 
 def _download(repository: str) -> Path:
     """Return the local copy of a repository on the Hub."""
-    from huggingface_hub import snapshot_download  # a second of imports that a local folder does not need
+    from huggingface_hub import snapshot_download, try_to_load_from_cache  # a second that a local folder does not need
 
     try:
+        if not isinstance(try_to_load_from_cache(repository, CONFIG), str):
+            refuse_unreachable_hub(repository, CheckpointError)
         return Path(snapshot_download(repository, allow_patterns=[CONFIG, INDEX, "*.safetensors"]))
+    except CheckpointError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What a drafter is, in numbers: the typed ``config.json`` that is written beside its weights."""
+"""Describe a drafter in numbers: the typed ``config.json`` that is written beside its weights."""
 
 import difflib
 from enum import StrEnum

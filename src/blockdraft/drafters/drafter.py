@@ -1,4 +1,4 @@
-"""Drafters: the shared backbone, and two final classes on top of it."""
+"""Draft blocks: the shared backbone, and two final classes on top of it."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from blockdraft.drafters.attention import Anchors, BlockAttention, FlexAttention, GroupedAttention
+from blockdraft.drafters.attention import Anchors, BlockAttention, default_attention
 from blockdraft.drafters.backbone import (
     ConfidenceHead,
     ContextCache,
@@ -98,7 +98,7 @@ class Drafter(nn.Module, ABC):
         x = self._slots(anchor_tokens, target, context.dtype, self.config.num_slots)
         slots = torch.arange(self.config.num_slots, device=x.device)
         rotary = self.rotary((anchors.position - anchors.start)[:, None] + slots, x.dtype)
-        attend = (make_attention or default_attention)(anchors, self.config.num_slots, num_rows, length)
+        attend = self._attention(anchors, num_rows, length, context, make_attention)
         for layer in self._layers():
             inputs = (x, rotary, context, context_rotary, attend)
             if self.checkpoint_activations and torch.is_grad_enabled():
@@ -221,6 +221,17 @@ class Drafter(nn.Module, ABC):
         fewer.config = self.config.replace(num_proposals=num_proposals)
         return fewer
 
+    def _attention(
+        self, anchors: Anchors, num_rows: int, length: int, context: Tensor, make_attention: MakeAttention | None
+    ) -> BlockAttention:
+        num_slots, config = self.config.num_slots, self.config
+        if make_attention is not None:
+            return make_attention(anchors, num_slots, num_rows, length)
+        device = context.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.fc.weight.dtype
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        return default_attention(anchors, num_slots, num_rows, length, heads, dtype)
+
     def _check_num_proposals(self, num: int) -> None:
         if not 1 <= num <= self.config.num_proposals:
             raise BlockdraftError(
@@ -325,13 +336,6 @@ def draft_probs_of(logits: Tensor, temperature: float) -> Tensor:
     if temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
     return (logits.float() / temperature).softmax(-1)
-
-
-def default_attention(anchors: Anchors, num_slots: int, num_rows: int, context_length: int) -> BlockAttention:
-    """Choose SDPA over groups of blocks on a CPU, flex attention elsewhere."""
-    if anchors.row.device.type == "cpu":
-        return GroupedAttention(anchors, num_slots, context_length)
-    return FlexAttention(anchors, num_slots, num_rows, context_length)
 
 
 def build_drafter(config: DrafterConfig) -> Drafter:

@@ -1,4 +1,4 @@
-"""The two configurations that serving engines read, written from ours and read into ours.
+"""Write the two configurations that serving engines read from ours, and read them into ours.
 
 One set of tensors, two flavours of ``config.json``:
 

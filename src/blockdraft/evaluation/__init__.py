@@ -1,4 +1,4 @@
-"""Evaluation: how many tokens a verification call yields, how much faster decoding is, under which rule, and why."""
+"""Measure how many tokens a verification call yields, how much faster decoding is, under which rule, and why."""
 
 from blockdraft.evaluation.candidates import Candidate, ShippedDrafter, load_candidates, shipped_drafters
 from blockdraft.evaluation.evaluation import Evaluation

@@ -1,4 +1,4 @@
-"""Which drafter is which: its folder, its name, the run it came from, and a label that says how it was trained.
+"""Tell which drafter is which: its folder, its name, its run, and a label that says how it was trained.
 
 A drafter that comes with the package has a record of all that:
 
@@ -23,15 +23,15 @@ from blockdraft.drafters import SHIPPED, Drafter, load_drafter
 from blockdraft.evaluation.protocol import AUTOREGRESSIVE
 from blockdraft.evaluation.results import (
     CheckpointName,
-    Choice,
     EvaluationError,
     Interval,
     Strict,
-    read_model,
+    TemperatureChoice,
+    read_evaluation_file,
     write_model,
 )
+from blockdraft.files import Provenance
 from blockdraft.losses import objective
-from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, is_annealed
 from blockdraft.recipes.schema import AnnealingSection
 from blockdraft.runs import Run
@@ -54,7 +54,7 @@ class MeasuredLengths(Strict):
     """Holds means over the tasks, under one rule and choice of the draft temperature; see `Average`."""
 
     rule: Rule
-    choice: Choice
+    choice: TemperatureChoice
     draft_temperature: float
     predicted_length: Interval
     acceptance_length: Interval
@@ -78,7 +78,7 @@ class Measurement(Strict):
     lengths_by_proposals: dict[Rule, list[float]]
     provenance: Provenance
 
-    def length(self, rule: Rule, choice: Choice) -> Interval | None:
+    def length(self, rule: Rule, choice: TemperatureChoice) -> Interval | None:
         """Return the predicted tokens per call; where no best is listed, the paper's draft temperature is the best."""
         wanted = {(each.rule, each.choice): each.predicted_length for each in self.lengths}
         return wanted.get((rule, choice)) or (wanted.get((rule, "paper")) if choice == "best" else None)
@@ -112,7 +112,7 @@ class ShippedDrafter(Strict):
     @classmethod
     def read(cls, folder: str | Path) -> "ShippedDrafter":
         """Read ``drafter.json`` of a shipped folder."""
-        return read_model(Path(folder) / RECORD, cls)
+        return read_evaluation_file(Path(folder) / RECORD, cls)
 
     def write(self, folder: Path) -> None:
         """Write ``drafter.json`` into a folder."""

@@ -1,4 +1,4 @@
-"""An evaluation in its folder: texts of the target, predictions from them, decoding, results.
+"""Run an evaluation in its folder: texts of the target, predictions from them, decoding, results.
 
 out/plan.json              what this evaluation is; another one is refused
 out/texts/KIND/NNN         the target's own responses, greedy and sampled, in data folders of up to 128 prompts
@@ -29,11 +29,10 @@ from blockdraft.decoding import best_num_proposals, measure_costs
 from blockdraft.distributed import Distributed
 from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation.candidates import Candidate
-from blockdraft.evaluation.conversation import converse, trace
-from blockdraft.evaluation.dynamics import training_dynamics
-from blockdraft.evaluation.metrics import Assembly, DecodedPrompt, GenerationRecord, RecordFiles, about, profile
-from blockdraft.evaluation.prediction import PredictionFile, Predictions, PredictionSettings, Predictor, best_of
-from blockdraft.evaluation.protocol import DecodingSetup, Plan, ProposalFile, Protocol, TextKind
+from blockdraft.evaluation.drafting import converse, trace_answer, training_dynamics
+from blockdraft.evaluation.metrics import Assembly, DecodedPrompt, GenerationRecord, RecordFiles, about_drafter, profile
+from blockdraft.evaluation.prediction import PredictionFile, Predictions, PredictionSettings, Predictor
+from blockdraft.evaluation.protocol import DecodingSetup, EvaluationPlan, ProposalFile, Protocol, TextKind
 from blockdraft.evaluation.results import (
     Dynamics,
     EvaluationError,
@@ -41,12 +40,12 @@ from blockdraft.evaluation.results import (
     TaskAbout,
     TracedPrompt,
     Traces,
-    read_model,
+    best_temperature,
+    read_evaluation_file,
     write_model,
 )
 from blockdraft.evaluation.tasks import Task
-from blockdraft.files import exclusive
-from blockdraft.provenance import Provenance
+from blockdraft.files import Provenance, exclusive
 from blockdraft.targets import Sampling, Target, fingerprint
 
 PROMPTS_PER_FOLDER = 128
@@ -109,7 +108,8 @@ class Evaluation:
             self.distributed.barrier()
         predictions = {each.name: Predictions(self._prediction_files(each), self.protocol) for each in self.candidates}
         points = {name: each.temperatures(self.tasks) for name, each in predictions.items()}
-        setups = self._setups({n: {r: best_of(p, r) for r in self.protocol.sampled_rules} for n, p in points.items()})
+        rules = self.protocol.sampled_rules
+        setups = self._setups({n: {r: best_temperature(p, r) for r in rules} for n, p in points.items()})
         self._decode(setups)
         self.distributed.barrier()
         records = {(line.prompt, line.key): line.turns for line in self.records.read()}
@@ -118,7 +118,9 @@ class Evaluation:
             target=self.target.name, target_fingerprint=fingerprint(self.target), settings=self._settings(),
             provenance=_provenance(self.target, self.distributed, started),
             tasks=[self._about(task) for task in self.tasks],
-            drafters=[about(each, predictions[each.name], self.tasks, self.protocol) for each in self.candidates],
+            drafters=[
+                about_drafter(each, predictions[each.name], self.tasks, self.protocol) for each in self.candidates
+            ],
             cells=found.cells, averages=found.averages, comparisons=found.comparisons,
             dynamics=self._dynamics() if self.distributed.is_main else [],
         )  # fmt: skip
@@ -134,7 +136,7 @@ class Evaluation:
     def _refuse_another(self) -> None:
         """Write the plan, or compare it with the one that is there."""
         protocol = self.protocol
-        plan = Plan(
+        plan = EvaluationPlan(
             target=fingerprint(self.target), drafters={each.name: each.fingerprint for each in self.candidates},
             tasks={task.name: task.prompts for task in self.tasks}, rules=list(protocol.rules),
             temperature=protocol.temperature, max_new_tokens=protocol.max_new_tokens, seed=protocol.seed,
@@ -143,7 +145,7 @@ class Evaluation:
         )  # fmt: skip
         file = self.out / "plan.json"
         if file.exists():
-            wrong = read_model(file, Plan).differences(plan)
+            wrong = read_evaluation_file(file, EvaluationPlan).differences(plan)
             if wrong:
                 raise EvaluationError(
                     f"{self.out} holds another evaluation: {', '.join(wrong)} differ. Choose another --out"
@@ -284,7 +286,7 @@ class Evaluation:
             self.on_progress("cost of rounds", len(self.candidates), len(self.candidates), 0)
             write_model(ProposalFile(rule=rule, drafters=chosen), file)
         self.distributed.barrier()
-        found = read_model(file, ProposalFile).drafters
+        found = read_evaluation_file(file, ProposalFile).drafters
         self.candidates = [replace(each, proposal_choice=found[each.name]) for each in self.candidates]
         if protocol.num_proposals == "auto":
             self.candidates = [each.with_proposals(found[each.name].num_proposals) for each in self.candidates]
@@ -360,7 +362,7 @@ class Evaluation:
         for number, (task, prompt) in enumerate(chosen if ways else []):
             self.on_progress("traces", number, len(chosen), 0)
             traces = [
-                trace(
+                trace_answer(
                     self.target, candidate.drafter, prompt, protocol.paper(candidate.name, rule),
                     temperature=protocol.temperature, max_new_tokens=protocol.max_new_tokens,
                     max_length=self.max_length, seed=protocol.seed,

@@ -1,4 +1,4 @@
-"""From generations to numbers: pooled per task, averaged over tasks, with intervals from a bootstrap over prompts."""
+"""Turn generations into numbers: pooled per task, averaged over tasks, with intervals by bootstrap over prompts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,12 @@ from pydantic import model_validator
 
 from blockdraft.decoding import Generation
 from blockdraft.evaluation.candidates import Candidate
-from blockdraft.evaluation.prediction import Predictions, best_of
+from blockdraft.evaluation.prediction import Numbers, Predictions
 from blockdraft.evaluation.protocol import DecodingSetup, Protocol
 from blockdraft.evaluation.results import (
     AcceptanceRates,
     Average,
     Cell,
-    Choice,
     DrafterAbout,
     EvaluationError,
     Interval,
@@ -26,14 +25,15 @@ from blockdraft.evaluation.results import (
     Quantity,
     Results,
     Strict,
+    TemperatureChoice,
+    best_temperature,
 )
 from blockdraft.evaluation.tasks import Task
 from blockdraft.files import complete_lines, explain, parse_json
 from blockdraft.verification import Rule
 
 PHASES = ("prefill", "draft", "verify", "rest")
-COMPARED: tuple[Quantity, ...] = ("predicted_length", "acceptance_length", "speedup")
-Numbers = NDArray[np.float64]
+COMPARED_QUANTITIES: tuple[Quantity, ...] = ("predicted_length", "acceptance_length", "speedup")
 
 
 class GenerationRecord(Strict):
@@ -171,7 +171,7 @@ def divide(above: Numbers, below: Numbers) -> Numbers:
     return quotient
 
 
-def estimate(samples: Numbers) -> Interval:
+def with_bootstrap_interval(samples: Numbers) -> Interval:
     """Return the first of the samples, with the interval of the others."""
     low, high = np.quantile(samples[1:], [0.025, 0.975]) if len(samples) > 1 else (samples[0], samples[0])
     return Interval(value=float(samples[0]), low=float(low), high=float(high))
@@ -179,12 +179,12 @@ def estimate(samples: Numbers) -> Interval:
 
 def mean_over_tasks(samples: Sequence[Numbers]) -> Interval:
     """Return the mean with an interval; tasks have equal weight, and their resamples are independent."""
-    return estimate(np.mean(samples, 0))
+    return with_bootstrap_interval(np.mean(samples, 0))
 
 
 def paired_ratio(ours: Sequence[Numbers], theirs: Sequence[Numbers]) -> Interval:
     """Return the ratio of two means over the same tasks, whose resampled prompts are the same for both."""
-    return estimate(divide(np.mean(ours, 0), np.mean(theirs, 0)))
+    return with_bootstrap_interval(divide(np.mean(ours, 0), np.mean(theirs, 0)))
 
 
 def conditional(retention: Sequence[float]) -> list[float | None]:
@@ -255,7 +255,7 @@ class Assembly:
             num_tokens=sum(each.tokens for each in sums), retention=retention, conditional=conditional(retention),
             whole_block_rate=retention[-1], tokens_per_second=float(rate[0]),
             baseline_tokens_per_second=float(base_rate[0]), seconds=seconds, baseline_seconds=base_seconds,
-            **{name: estimate(each) for name, each in drawn.items()},
+            **{name: with_bootstrap_interval(each) for name, each in drawn.items()},
         )  # fmt: skip
 
     def _bootstrap(self, num_prompts: int, task: int) -> Bootstrap:
@@ -268,7 +268,7 @@ class Assembly:
     def _compare(self, samples: Mapping[DecodingSetup, list[dict[str, Numbers]]]) -> Iterator[PairedRatio]:
         """Compare every drafter with the baseline of its kind; where no best is listed, the paper's is the best."""
         drawn = {(setup.drafter, setup.rule, setup.choice): each for setup, each in samples.items()}
-        choices: tuple[Choice, ...] = ("paper", "best", "one-hot")
+        choices: tuple[TemperatureChoice, ...] = ("paper", "best", "one-hot")
         for candidate in self.candidates:
             baseline = baseline_of(candidate, self.candidates)
             if baseline is candidate:
@@ -280,7 +280,7 @@ class Assembly:
                     if not any(found):
                         continue  # not measured, or the paper's setup is the best for both
                     ours, theirs = (each or drawn[name, rule, "paper"] for each, name in zip(found, pair, strict=True))
-                    for quantity in COMPARED:
+                    for quantity in COMPARED_QUANTITIES:
                         ratio = paired_ratio([each[quantity] for each in ours], [each[quantity] for each in theirs])
                         yield PairedRatio(
                             drafter=candidate.name, baseline=baseline.name, rule=rule, choice=choice,
@@ -307,7 +307,9 @@ def _average(cells: Sequence[Cell], drawn: Sequence[dict[str, Numbers]]) -> Aver
     )  # fmt: skip
 
 
-def about(candidate: Candidate, predictions: Predictions, tasks: Sequence[Task], protocol: Protocol) -> DrafterAbout:
+def about_drafter(
+    candidate: Candidate, predictions: Predictions, tasks: Sequence[Task], protocol: Protocol
+) -> DrafterAbout:
     """Describe a drafter for the results."""
     config = candidate.drafter.config
     points = predictions.temperatures(tasks)
@@ -315,7 +317,7 @@ def about(candidate: Candidate, predictions: Predictions, tasks: Sequence[Task],
         name=candidate.name, label=candidate.label, path=str(candidate.path), kind=config.kind,
         objective=candidate.objective, num_proposals=config.num_proposals, num_layers=config.num_layers,
         num_parameters=sum(parameter.numel() for parameter in candidate.drafter.parameters()), step=candidate.step,
-        best_draft_temperature={rule: best_of(points, rule) for rule in protocol.sampled_rules},
+        best_draft_temperature={rule: best_temperature(points, rule) for rule in protocol.sampled_rules},
         temperatures=points, checkpoint=candidate.checkpoint, fingerprint=candidate.fingerprint,
         recipe=None if candidate.recipe is None else candidate.recipe.model_dump(mode="json"),
         trained_proposals=candidate.trained_proposals or config.num_proposals,

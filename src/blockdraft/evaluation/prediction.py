@@ -1,4 +1,4 @@
-"""Acceptance lengths without decoding: exact along the target's own texts.
+"""Predict acceptance lengths without decoding, exactly along the target's own texts.
 
 Verification is lossless, so the text that decoding writes is a text of the target. Given that text x, a round that
 starts at one of its tokens keeps at least i of the next ones with probability
@@ -35,7 +35,7 @@ from blockdraft.decoding import generate
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.drafter import MakeAttention
 from blockdraft.evaluation.protocol import ONE_HOT, Protocol
-from blockdraft.evaluation.results import EvaluationError, Strict, TemperaturePoint, read_model
+from blockdraft.evaluation.results import EvaluationError, Strict, TemperaturePoint, read_evaluation_file
 from blockdraft.evaluation.tasks import Task
 from blockdraft.targets import Target
 from blockdraft.verification import Rule
@@ -186,7 +186,6 @@ class Predictor:
     ) -> dict[Rule, PredictedRounds]:
         """Return what `predict` does, and beside it the rounds of blocks that are cut to fewer proposals."""
         response = self._beyond_the_budget(row)
-        ended = response[-1] in self.target.eos_ids
         num_starts = min(len(response), self.max_new_tokens) - 1
         num_proposals = self.drafter.config.num_proposals
         if num_starts < 1:
@@ -201,7 +200,7 @@ class Predictor:
         sampled = sorted({each for given in draft_temperatures.values() for each in given} - {ONE_HOT})
         scores = self._scores(batch, sampled)
         valid = batch.valid.cpu().numpy()
-        end = len(response) - 1 if ended else None
+        end = len(response) - 1 if response[-1] in self.target.eos_ids else None
 
         def kept(rule: Rule, draft_temperature: float) -> Numbers:
             if draft_temperature == ONE_HOT:
@@ -239,10 +238,9 @@ class Predictor:
             piece = slice(at, at + per_pass)
             logits = self.drafter.logits(hidden[piece], batch.previous[piece], self.frozen)
             labels = batch.labels[piece]
-            log_q = np.zeros((len(draft_temperatures), *labels.shape))
+            log_q, log_p = np.zeros((len(draft_temperatures), *labels.shape)), np.zeros(labels.shape)
             for number, temperature in enumerate(draft_temperatures):
                 log_q[number] = _log_probs(logits, labels, temperature)
-            log_p = np.zeros(labels.shape)
             if draft_temperatures:
                 log_p = _log_probs(self.target.logits(target_hidden[piece]), labels, self.temperature)
             parts.append(_Scores(log_q, log_p, (logits.argmax(-1) == labels).cpu().numpy()))
@@ -327,19 +325,15 @@ class PredictionFile(Strict):
             begun.add(row.id.rpartition("#")[0])
             on_prompt(len(begun) - 1)
             found = predictor.predict_cuts(row, settings.draft_temperatures)
-            texts.append(
-                PredictedText(
-                    prompt=row.id.rpartition("#")[0],
-                    rounds={rule: _pairs(each.whole) for rule, each in found.items()},
-                    by_proposals={rule: _pairs(each.by_proposals) for rule, each in found.items()},
-                )
-            )
+            whole = {rule: _pairs(each.whole) for rule, each in found.items()}
+            cut = {rule: _pairs(each.by_proposals) for rule, each in found.items()}
+            texts.append(PredictedText(prompt=row.id.rpartition("#")[0], rounds=whole, by_proposals=cut))
         return cls(settings=settings, texts=texts)
 
     @classmethod
     def is_made(cls, file: Path, settings: PredictionSettings) -> bool:
         """Return whether a file holds the predictions that these settings ask for."""
-        return os.path.lexists(file) and read_model(file, cls).settings == settings
+        return os.path.lexists(file) and read_evaluation_file(file, cls).settings == settings
 
 
 def _sizes(values: Mapping[Rule, Sequence[object]]) -> dict[Rule, int]:
@@ -358,7 +352,7 @@ class Predictions:
         self._sums: dict[tuple[str, Rule, float], Rounds] = {}
         self._cut: dict[tuple[str, Rule], list[Rounds]] = {}
         for file in files:
-            made = read_model(file, PredictionFile)
+            made = read_evaluation_file(file, PredictionFile)
             for text in made.texts:
                 for rule, values in text.rounds.items():
                     given = made.settings.draft_temperatures[rule]
@@ -367,8 +361,7 @@ class Predictions:
                         self._sums[key] = self._sums.get(key, Rounds(0.0, 0.0)) + Rounds(num, tokens)
                 for rule, values in text.by_proposals.items():
                     before = self._cut.get((text.prompt, rule), [Rounds(0.0, 0.0)] * len(values))
-                    both = zip(before, values, strict=True)
-                    self._cut[text.prompt, rule] = [rounds + Rounds(*pair) for rounds, pair in both]
+                    self._cut[text.prompt, rule] = [a + Rounds(*b) for a, b in zip(before, values, strict=True)]
 
     def of(self, task: Task, rule: Rule, draft_temperature: float) -> tuple[list[float], list[float]]:
         """Return the expected tokens and rounds of every prompt of a task."""
@@ -405,8 +398,3 @@ class Predictions:
                 lengths[str(rule)] = float(np.mean([sum(t) / sum(r) if sum(r) else 0.0 for t, r in pooled]))
             points.append(TemperaturePoint(draft_temperature=temperature, acceptance_length=lengths))
         return points
-
-
-def best_of(points: Sequence[TemperaturePoint], rule: str) -> float:
-    """Return the draft temperature of the longest predicted length; of equal ones the highest."""
-    return max(points, key=lambda p: (p.acceptance_length[rule], p.draft_temperature)).draft_temperature

@@ -1,4 +1,4 @@
-"""How to measure, in which ways to decode, and what an evaluation's folder is for."""
+"""Say how to measure, in which ways to decode, and what an evaluation's folder is for."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Literal
 
 from blockdraft.data import Prompt
 from blockdraft.decoding import ProposalChoice
-from blockdraft.evaluation.results import Choice, EvaluationError, Strict
+from blockdraft.evaluation.results import EvaluationError, Strict, TemperatureChoice
 from blockdraft.verification import RULES, Rule
 
 AUTOREGRESSIVE = "autoregressive"
@@ -28,13 +28,13 @@ TextKind = Literal["greedy", "sampled"]
 class DecodingSetup:
     """Names a way to decode: a drafter (None is autoregressive), a rule, a draft temperature.
 
-    choice: how the draft temperature was chosen, see `Choice`.
+    choice: how the draft temperature was chosen, see `TemperatureChoice`.
     """
 
     drafter: str | None
     rule: Rule
     draft_temperature: float
-    choice: Choice = "paper"
+    choice: TemperatureChoice = "paper"
 
     @property
     def key(self) -> tuple[str | None, Rule, float]:
@@ -158,7 +158,7 @@ class Protocol:
         return found
 
 
-class Plan(Strict):
+class EvaluationPlan(Strict):
     """States everything that decides what an evaluation measures: ``plan.json``. A folder holds one plan.
 
     target, drafters: fingerprints of the weights, the drafters' by name.
@@ -178,7 +178,7 @@ class Plan(Strict):
     num_proposals: AskedProposals = None
     num_decoded: int | None = None
 
-    def differences(self, other: "Plan") -> list[str]:
+    def differences(self, other: "EvaluationPlan") -> list[str]:
         """Return the names of the fields that differ."""
         return [name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)]
 

@@ -1,9 +1,10 @@
-"""What an evaluation found: the schemas of ``results.json``, ``profile.json`` and ``traces.json``, and their files.
+"""Hold what an evaluation found: the schemas and files ``results.json``, ``profile.json`` and ``traces.json``.
 
 ``docs/guides/evaluation.md`` explains every field to users; names here and there agree.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +12,10 @@ from pydantic import BaseModel, ConfigDict
 
 from blockdraft.decoding import ProposalChoice
 from blockdraft.errors import BlockdraftError
-from blockdraft.files import Model, atomic_write
-from blockdraft.files import read_model as read_strictly
+from blockdraft.files import Model, atomic_write, read_model
 from blockdraft.verification import Rule
 
-Choice = Literal["paper", "best", "one-hot"]
+TemperatureChoice = Literal["paper", "best", "one-hot"]
 """How a draft temperature was chosen: the target's own (0 under greedy verification), the one with the largest
 predicted length, or 0 below a sampling target: argmax drafts, whose q is one-hot, as engines draft by default."""
 
@@ -68,6 +68,11 @@ class TemperaturePoint(Strict):
     acceptance_length: dict[str, float]
 
 
+def best_temperature(points: Sequence[TemperaturePoint], rule: str) -> float:
+    """Return the draft temperature of the longest predicted length; of equal ones the highest."""
+    return max(points, key=lambda p: (p.acceptance_length[rule], p.draft_temperature)).draft_temperature
+
+
 class DrafterAbout(Strict):
     """Describes a drafter of the evaluation.
 
@@ -106,7 +111,7 @@ class DrafterAbout(Strict):
 class Cell(Strict):
     """Holds what was measured of one drafter under one rule and draft temperature on one task.
 
-    choice: how the draft temperature was chosen, see `Choice`.
+    choice: how the draft temperature was chosen, see `TemperatureChoice`.
     acceptance_length: tau, tokens per verification call, correction or bonus included, prefill excluded, pooled.
     draft_length: the same without correction and bonus.
     retention: Pr(accepted >= i), i = 1 .. B. conditional: Pr(accepted >= i | accepted >= i - 1), None where never seen.
@@ -118,7 +123,7 @@ class Cell(Strict):
 
     drafter: str
     rule: Rule
-    choice: Choice
+    choice: TemperatureChoice
     draft_temperature: float
     task: str
     num_generations: int
@@ -142,7 +147,7 @@ class Average(Strict):
 
     drafter: str
     rule: Rule
-    choice: Choice
+    choice: TemperatureChoice
     draft_temperature: float
     acceptance_length: Interval
     draft_length: Interval
@@ -162,7 +167,7 @@ class PairedRatio(Strict):
     drafter: str
     baseline: str
     rule: Rule
-    choice: Choice
+    choice: TemperatureChoice
     quantity: Quantity
     ratio: Interval
 
@@ -236,7 +241,7 @@ class ProfileEntry(Strict):
     label: str
     kind: Literal["dflash", "dspark"]
     rule: Rule
-    choice: Choice
+    choice: TemperatureChoice
     draft_temperature: float
     num_proposals: int
     num_tasks: int
@@ -297,7 +302,7 @@ class TracedRound(Strict):
     next_text: str | None
 
 
-class Trace(Strict):
+class AnswerTrace(Strict):
     """Holds one generation of one drafter, round by round. first_text: the token that the prefill drew."""
 
     drafter: str
@@ -313,7 +318,7 @@ class TracedPrompt(Strict):
     task: str
     id: str
     prompt: str
-    traces: list[Trace]
+    traces: list[AnswerTrace]
 
 
 class Traces(Strict):
@@ -325,18 +330,18 @@ class Traces(Strict):
 
 def read_results(folder: str | Path) -> Results:
     """Read the results in an evaluation's folder."""
-    return read_model(Path(folder) / "results.json", Results)
+    return read_evaluation_file(Path(folder) / "results.json", Results)
 
 
 def read_profile(folder: str | Path) -> Profile:
     """Read the acceptance profile in an evaluation's folder."""
-    return read_model(Path(folder) / "profile.json", Profile)
+    return read_evaluation_file(Path(folder) / "profile.json", Profile)
 
 
 def read_traces(folder: str | Path) -> Traces | None:
     """Read the traces in an evaluation's folder; None if there are none."""
     file = Path(folder) / "traces.json"
-    return read_model(file, Traces) if file.exists() else None
+    return read_evaluation_file(file, Traces) if file.exists() else None
 
 
 def write_model(model: BaseModel, file: Path, *, indent: int | None = 1) -> None:
@@ -345,8 +350,8 @@ def write_model(model: BaseModel, file: Path, *, indent: int | None = 1) -> None
         unfinished.write_text(model.model_dump_json(indent=indent) + "\n", encoding="utf-8")
 
 
-def read_model(file: Path, kind: type[Model]) -> Model:
+def read_evaluation_file(file: Path, kind: type[Model]) -> Model:
     """Read a model from JSON; `EvaluationError` names the file and what is wrong with it."""
     if not os.path.lexists(file):
         raise EvaluationError(f"{file.parent} has no {file.name}; `blockdraft evaluate --out` writes it")
-    return read_strictly(file, kind, EvaluationError, "it was changed, or is of another version")
+    return read_model(file, kind, EvaluationError, "it was changed, or is of another version")

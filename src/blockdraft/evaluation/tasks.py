@@ -1,4 +1,4 @@
-"""The prompts of an evaluation: the paper's seven benchmarks, pocket's own three, or any files.
+"""Load the prompts of an evaluation: the paper's seven benchmarks, pocket's own three, or any files.
 
 A file whose rows have a category, as those of SPEED-Bench and Spec-Bench do, is one task per category. The benchmarks
 of the paper come from a folder of JSON lines (``gsm8k.jsonl`` and so on, rows with ``id`` and ``turns``, the

@@ -1,4 +1,4 @@
-"""Drafters and targets as folders that serving engines read, and drafters as assistants of transformers."""
+"""Write drafters and targets as folders that serving engines read; use drafters as assistants of transformers."""
 
 from blockdraft.export.assistant import as_assistant
 from blockdraft.export.card import EngineNote, RunFacts, engine_notes, run_facts

@@ -1,4 +1,4 @@
-"""A DFlash drafter as an assistant of transformers' own ``generate``, with no engine and no export in between.
+"""Let a DFlash drafter assist transformers' own ``generate``, with no engine and no export in between.
 
 transformers 5.22 drafts with ``generate(assistant_model=..., speculation_type="dflash")``. Each round it hands the
 assistant the target's features of newly committed tokens and the embeddings of ``[anchor, MASK, MASK, ..]``, takes the

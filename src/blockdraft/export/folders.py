@@ -1,4 +1,4 @@
-"""Drafters and targets as folders that engines read.
+"""Write drafters and targets as folders that engines read.
 
 A drafter's folder has tensors, ``config.json`` and a card, and can be checked for the known traps. A target's is an
 ordinary Hugging Face folder, which also engines built on transformers 4 can load.

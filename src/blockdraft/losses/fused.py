@@ -230,8 +230,7 @@ def _chunk(batch: _Batch, chunk: slice, buffers: LogitBuffers) -> _ChunkResult:
         statistics, survival = measure(blocks), blocks.log_sampled.detach().exp()
     if any(batch.trains):
         gradient = blocks.rows.draft_gradient([numerator], [torch.ones_like(numerator)])
-        for product in buffers.products:
-            product.accumulate(gradient, chunk)
+        buffers.accumulate(gradient, chunk)
     return _ChunkResult(torch.stack([numerator.detach(), denominator.detach()]), statistics, survival)
 
 

@@ -84,17 +84,26 @@ class HeadProduct:
         """Add the gradient ``[n*B, V]`` of the chunk's logits to those of hidden states and head."""
         if self.hidden_gradient is None and self.head_gradient is None:
             return
-        # a gradient that kernels left in a low dtype is not copied to a higher one: the small factor is rounded instead
-        dtype = min(gradient.dtype, self.head.dtype, key=lambda dtype: dtype.itemsize)
-        gradient, head = gradient.to(dtype), self.head.to(dtype)
+        dtype = lower_dtype(gradient, self.head)
+        gradient = gradient.to(dtype)
         if self.hidden_gradient is not None:
-            self.hidden_gradient[chunk] = (gradient @ head).view_as(self.hidden[chunk])
-        if self.head_gradient is not None:
-            rows = self.rows(chunk).to(dtype)
-            if self.head_gradient.dtype == dtype:
-                self.head_gradient.addmm_(gradient.t(), rows)
-            else:
-                self.head_gradient.add_(gradient.t() @ rows)
+            self.keep_hidden(gradient @ self.head.to(dtype), chunk)
+        self.accumulate_head(gradient, chunk)
+
+    def keep_hidden(self, gradient: Tensor, chunk: slice) -> None:
+        """Keep the gradient ``[n*B, H]`` of the chunk's hidden states, if they train."""
+        if self.hidden_gradient is not None:
+            self.hidden_gradient[chunk] = gradient.view_as(self.hidden[chunk])
+
+    def accumulate_head(self, gradient: Tensor, chunk: slice) -> None:
+        """Add the gradient ``[n*B, V]`` of the chunk's logits to that of the head, if it trains."""
+        if self.head_gradient is None:
+            return
+        rows = self.rows(chunk).to(gradient.dtype)
+        if self.head_gradient.dtype == gradient.dtype:
+            self.head_gradient.addmm_(gradient.t(), rows)
+        else:
+            self.head_gradient.add_(gradient.t() @ rows)
 
 
 class TargetLogits:
@@ -146,8 +155,16 @@ class TargetLogits:
         return logits, torch.where(valid, index - part.start, num_rows)
 
 
+SEPARATE_DEVICES = ("cpu",)
+"""Here the product of a bias is added to the head's; elsewhere both are one product, which writes the logits once."""
+
+
 class LogitBuffers:
-    """LogitBuffers makes the logits of one chunk after the other in the same storage.
+    """LogitBuffers makes the logits of one chunk after the other in the same storage, and takes their gradients back.
+
+    On a GPU ``hidden @ head.T + prev @ w2.T`` is one product of ``[hidden, prev]`` and ``[head, w2]``, and so is its
+    gradient: logits are written once and not three times, and their gradient is read once less. It takes a copy of
+    the head.
 
     Args:
         products: of the draft head and, if there is one, of the Markov factors, which is added to it.
@@ -159,18 +176,45 @@ class LogitBuffers:
         self.products, self._target = products, target
         head = products[0].head
         self._draft_buffer = head.new_empty(num_rows, head.shape[0])
+        self._joined: Tensor | None = None
+        if len(products) > 1 and head.device.type not in SEPARATE_DEVICES:
+            self._joined = torch.cat([product.head.to(head.dtype) for product in products], 1)
+            return
         self._bias_heads = [bias.head.to(head.dtype).t() for bias in products[1:]]
 
     def draft_logits(self, chunk: slice) -> Tensor:
         """Return the draft logits ``[n*B, V]``, biases included."""
+        if self._joined is not None:
+            rows = torch.cat([product.rows(chunk).to(self._joined.dtype) for product in self.products], 1)
+            return torch.mm(rows, self._joined.t(), out=self._draft_buffer[: len(rows)])
         logits = self.products[0].logits(chunk, self._draft_buffer)
         for bias, bias_head in zip(self.products[1:], self._bias_heads, strict=True):
             logits.addmm_(bias.rows(chunk).to(logits.dtype), bias_head)
         return logits
 
+    def accumulate(self, gradient: Tensor, chunk: slice) -> None:
+        """Add the gradient ``[n*B, V]`` of the chunk's draft logits to those of all factors that train."""
+        if self._joined is None:
+            for product in self.products:
+                product.accumulate(gradient, chunk)
+            return
+        gradient = gradient.to(lower_dtype(gradient, self._joined))
+        if any(product.hidden_gradient is not None for product in self.products):
+            both = gradient @ self._joined.to(gradient.dtype)
+            widths = [product.head.shape[1] for product in self.products]
+            for product, part in zip(self.products, both.split(widths, 1), strict=True):
+                product.keep_hidden(part, chunk)
+        for product in self.products:
+            product.accumulate_head(gradient, chunk)
+
     def target_logits(self, chunk: slice) -> tuple[Tensor | None, Tensor | None]:
         """Return the target logits and the row that each position reads, if they are shared; None if not needed."""
         return (None, None) if self._target is None else self._target.logits(chunk)
+
+
+def lower_dtype(gradient: Tensor, head: Tensor) -> torch.dtype:
+    """Return the dtype to multiply in: a gradient that kernels left in a low one is not copied to a higher one."""
+    return min(gradient.dtype, head.dtype, key=lambda dtype: dtype.itemsize)
 
 
 def largest_chunk(chunks: list[slice]) -> int:

@@ -1,4 +1,4 @@
-"""Recipes: what a training run is, checked before anything is launched."""
+"""Recipes say what a training run is, and are checked before anything is launched."""
 
 from blockdraft.recipes.loading import load_recipe, merge, override, parse, reference_page, shipped_names, to_yaml
 from blockdraft.recipes.schema import Recipe, RecipeError, is_annealed

@@ -1,4 +1,4 @@
-"""Recipes by name or file, with overrides, and as YAML that explains every field."""
+"""Load recipes by name or file, with overrides, and show them as YAML that explains every field."""
 
 import difflib
 import itertools
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from blockdraft.files import read_bytes
 from blockdraft.recipes.schema import Recipe, RecipeError
 
-FOLDER = Path(__file__).parent
+SHIPPED_RECIPES = Path(__file__).parent
 PARTS = ("targets", "drafters", "objectives")
 
 
@@ -90,7 +90,7 @@ def sections() -> Iterator[tuple[str, type[BaseModel] | None, str]]:
 
 def reference_page() -> str:
     """Return the reference of recipe fields as Markdown, made from the schema."""
-    opening = "Made from the schema by `python -m blockdraft.recipes`. The defaults are the paper's; any field is "
+    opening = "Made from the schema by `make reference`. The defaults are the paper's; any field is "
     parts = ["# Recipe fields", opening + "overridden on the command line as `section.field=value`."]
     for name, section, about in sections():
         parts.append(f"## {name}\n\n{about}")
@@ -119,7 +119,7 @@ def _shipped_values(name: str) -> dict[str, Any]:
     for parts in itertools.product(*(_stems(part) for part in PARTS)):
         if "-".join(parts) == name:
             for part, stem in zip(PARTS, parts, strict=True):
-                values = merge(values, read_yaml_file(FOLDER / part / f"{stem}.yaml"))
+                values = merge(values, read_yaml_file(SHIPPED_RECIPES / part / f"{stem}.yaml"))
     return values
 
 
@@ -165,7 +165,7 @@ def _read_yaml(text: str, where: str) -> Any:
 
 
 def _stems(part: str) -> list[str]:
-    return sorted(path.stem for path in (FOLDER / part).glob("*.yaml"))
+    return sorted(path.stem for path in (SHIPPED_RECIPES / part).glob("*.yaml"))
 
 
 def _explain(error: Any) -> str:

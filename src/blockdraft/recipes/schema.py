@@ -1,4 +1,4 @@
-"""What a training run is, in one strict schema; its defaults are the paper's."""
+"""Describe a training run in one strict schema, whose defaults are the paper's."""
 
 import dataclasses
 from pathlib import Path
@@ -21,13 +21,13 @@ class RecipeError(BlockdraftError):
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, and strict about keys it does not know."""
+    """Stands for a part of a recipe: frozen, and strict about keys it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
-    """The frozen model that the drafter drafts for."""
+    """Names the frozen model that the drafter drafts for."""
 
     name: str = Field("Qwen/Qwen3-4B", description="pocket, smollm2, a Hugging Face id or a folder")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
@@ -40,7 +40,7 @@ class TargetSection(Section):
 
 
 class DrafterSection(Section):
-    """The model that is trained. Its width and heads are the target's."""
+    """Describes the model that is trained. Its width and heads are the target's."""
 
     kind: DrafterKind = Field("dflash", description="dflash or dspark")
     num_layers: int = Field(5, ge=1, description="decoder layers")
@@ -89,7 +89,7 @@ class DrafterSection(Section):
 
 
 class ObjectiveSection(Section):
-    """What is minimised."""
+    """Says what is minimised."""
 
     name: str = Field("bv", description="ce, kl, rkl, tv, lk, bv, or another registered objective")
     options: dict[str, Any] = Field(
@@ -98,7 +98,7 @@ class ObjectiveSection(Section):
 
 
 class AnnealingSection(Section):
-    """The schedule of beta for objectives in log form: from ``initial`` to ``final``, then constant."""
+    """Moves beta of objectives in log form from ``initial`` to ``final``, then keeps it there."""
 
     ratio: float = Field(0.5, ge=0, le=1, description="share of the training steps over which beta moves")
     initial: float = Field(0.0, ge=0, le=1, description="beta at the first step")
@@ -106,7 +106,7 @@ class AnnealingSection(Section):
 
 
 class DataSection(Section):
-    """Texts of the target, as `blockdraft data regenerate` writes them."""
+    """Names the texts of the target, as `blockdraft data regenerate` writes them."""
 
     path: Path | None = Field(None, description="the data folder")
     num_heldout: int = Field(256, ge=0, description="texts kept for measuring and never trained on")
@@ -118,7 +118,7 @@ class DataSection(Section):
 
 
 class BatchSection(Section):
-    """One optimizer step: the texts of the global batch, and anchors drawn from all of them."""
+    """Says what one optimizer step takes: the texts of the global batch, and anchors drawn from all of them."""
 
     num_texts: int = Field(32, ge=1, description="texts per step, over all processes; a text is one assistant turn")
     num_anchors: int = Field(16_384, ge=1, description="blocks per step at most, over all processes")
@@ -135,7 +135,7 @@ class BatchSection(Section):
 
 
 class OptimizerSection(Section):
-    """The optimizer, with a linear warm-up over a share of the steps, then a cosine to zero."""
+    """Sets the optimizer, with a linear warm-up over a share of the steps, then a cosine to zero."""
 
     name: Literal["adamw", "muon"] = Field(
         "adamw", description="adamw (the paper's), or muon for matrices with AdamW for the rest"
@@ -150,7 +150,7 @@ class OptimizerSection(Section):
 
 
 class RuntimeSection(Section):
-    """Where and how the run computes; a resumed run may change it."""
+    """Says where and how the run computes; a resumed run may change it."""
 
     device: str | None = Field(None, description="cpu, cuda, cuda:1; null is an accelerator if there is one")
     precision: Literal["float32", "bfloat16"] | None = Field(
@@ -171,7 +171,7 @@ class RuntimeSection(Section):
 
 
 class LoggingSection(Section):
-    """What is measured, logged and kept while the run goes on; a resumed run may change it."""
+    """Says what is measured, logged and kept while the run goes on; a resumed run may change it."""
 
     logging_steps: int = Field(10, ge=1, description="steps between two lines of metrics.jsonl")
     save_steps: int = Field(500, ge=1, description="steps between two checkpoints")
@@ -185,7 +185,7 @@ class LoggingSection(Section):
 
 
 class Recipe(Section):
-    """A training run."""
+    """Describes a training run."""
 
     target: TargetSection = TargetSection()
     drafter: DrafterSection = DrafterSection()

@@ -1,6 +1,6 @@
-"""Reports: the paper's tables and figures from evaluations, and a page to read them and to step through blocks.
+"""Report evaluations: the paper's tables and figures, and a page to read them and to step through blocks.
 
-Needs the extra ``reports`` (jinja2 and matplotlib); without it, importing this package says how to install it.
+It needs the extra ``reports`` (jinja2 and matplotlib); without it, importing this package says how to install it.
 """
 
 from blockdraft.errors import BlockdraftError

@@ -1,4 +1,4 @@
-"""Several evaluations as one: targets and drafters, each with a name of its own, and what was measured of them."""
+"""Join several evaluations: targets and drafters, each with a name of its own, and what was measured of them."""
 
 import re
 from collections import Counter
@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 from blockdraft.evaluation.metrics import PHASES
 from blockdraft.evaluation.results import (
     Average,
     Cell,
-    Choice,
     DrafterAbout,
     Dynamics,
     EvaluationError,
     Interval,
+    Quantity,
     Results,
     TaskAbout,
+    TemperatureChoice,
     Traces,
     read_results,
     read_traces,
@@ -29,8 +29,6 @@ KINDS = {"dflash": "DFlash", "dspark": "DSpark"}
 GROUPS = {"math": "Math", "code": "Code", "chat": "Chat"}
 LABELS = ("CE", "KL", "RKL", "TV", "LK", "BV w/o annealing", "BV")
 """The objectives of the paper's tables, in their order. "BV" is the paper's form with the paper's schedule only."""
-
-Quantity = Literal["acceptance_length", "predicted_length", "speedup"]
 
 
 @dataclass(frozen=True)
@@ -126,17 +124,17 @@ class Entry:
             place = 20 if self.about.objective is None else 9 if label.startswith("BV") else 8
         return place, self.label
 
-    def cells(self, rule: Rule, choice: Choice) -> list[Cell]:
+    def cells(self, rule: Rule, choice: TemperatureChoice) -> list[Cell]:
         """Return its measurements under one rule, a cell for each task."""
         name = self.about.name
         found = self.evaluation.results.cells
         return [c for c in found if (c.drafter, c.rule, c.choice) == (name, rule, choice)]
 
-    def cell(self, rule: Rule, choice: Choice, task: str) -> Cell | None:
+    def cell(self, rule: Rule, choice: TemperatureChoice, task: str) -> Cell | None:
         """Return its measurement on one task, if there is one."""
         return next((c for c in self.cells(rule, choice) if c.task == task), None)
 
-    def average(self, rule: Rule, choice: Choice) -> Average | None:
+    def average(self, rule: Rule, choice: TemperatureChoice) -> Average | None:
         """Return the mean over its tasks, if measured; where the paper's draft temperature is the best, one is both."""
         name = self.about.name
         found = self.evaluation.results.averages
@@ -161,7 +159,7 @@ class Entry:
         tokens = sum(c.baseline_tokens_per_second * sum(c.baseline_seconds.values()) for c in cells)
         return Spent.pooled((c.baseline_seconds for c in cells), tokens)
 
-    def over(self, other: "Entry", rule: Rule, choice: Choice, what: Quantity) -> Interval | None:
+    def over(self, other: "Entry", rule: Rule, choice: TemperatureChoice, what: Quantity) -> Interval | None:
         """Return this drafter's mean over that of another one, if the two were compared prompt by prompt."""
         if other.evaluation is not self.evaluation:
             return None
@@ -241,7 +239,7 @@ class Comparison:
         same = [other for other in self.targets if slug(other) == name]
         return name if len(same) == 1 else f"{name}-{same.index(target) + 1}"
 
-    def setting(self, rule: Rule, choice: Choice = "paper") -> str:
+    def setting(self, rule: Rule, choice: TemperatureChoice = "paper") -> str:
         """Head what a table shows: the temperature, the rule, and the draft temperature if it is not the paper's."""
         if rule == "greedy":
             return "T=0 (greedy)"

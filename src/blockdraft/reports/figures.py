@@ -1,4 +1,4 @@
-"""The paper's figures, and three more, drawn with matplotlib: one drawing per target and subject."""
+"""Draw the paper's figures, and three more, with matplotlib: one drawing per target and subject."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from blockdraft.reports.comparison import Comparison, Entry, Spent
-from blockdraft.reports.style import INKS, Drawing, Look, drawing, kinds, legend, line, panels, styles
+from blockdraft.reports.style import INKS, Drawing, Look, drawing, kinds, legend, panels, plot_line, styles
 from blockdraft.verification import RULES, Rule
 
 MIN_ROUNDS = 10
@@ -20,17 +20,17 @@ def figures(comparison: Comparison) -> Iterator[Drawing]:
     for target in comparison.targets:
         for kind in comparison.kinds:
             with drawing():
-                kept = retention(comparison, target, kind, look)
+                kept = retention_figure(comparison, target, kind, look)
             if kept is not None:
                 yield kept
-        for draw in (tasks, seconds, temperatures, dynamics):
+        for draw in (tasks_figure, seconds_figure, temperatures_figure, dynamics_figure):
             with drawing():
                 drawn = draw(comparison, target, look)
             if drawn is not None:
                 yield drawn
 
 
-def retention(comparison: Comparison, target: str, kind: str, look: Look) -> Drawing | None:
+def retention_figure(comparison: Comparison, target: str, kind: str, look: Look) -> Drawing | None:
     """Draw Pr(accepted >= i), and Pr(accepted >= i | accepted >= i - 1) below it, task by task and pooled.
 
     The rule is block verification if it was measured. The paper's figure of the same has one task (GSM8K) and DFlash.
@@ -52,9 +52,9 @@ def retention(comparison: Comparison, target: str, kind: str, look: Look) -> Dra
         for entry in entries:
             found = entry.retention(rule, task)
             positions = range(1, len(found.kept) + 1)
-            line(above, positions, found.kept, look(entry))
+            plot_line(above, positions, found.kept, look(entry))
             rates = [float("nan") if rate is None else rate for rate in found.conditional(MIN_ROUNDS)]
-            line(below, positions, rates, look(entry))
+            plot_line(below, positions, rates, look(entry))
             lowest = min([lowest, *(rate for rate in rates if rate == rate)])
         above.set(title=title, ylim=(-0.03, 1.03))
     _finish_retention(grid.tolist(), len(places), lowest, max(e.about.num_proposals for e in entries))
@@ -90,7 +90,7 @@ def _finish_retention(grid: list[list[Axes]], num_places: int, lowest: float, nu
         row[0].set_ylabel("kept up to i" if number % 2 == 0 else "kept i, given i-1")
 
 
-def tasks(comparison: Comparison, target: str, look: Look) -> Drawing | None:
+def tasks_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     """Draw the acceptance length of every task with its interval, by rule."""
     rules, entries = _measured(comparison, target)
     if not entries:
@@ -128,7 +128,7 @@ def tasks(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     return Drawing(f"tasks-{comparison.file_name(target)}", title, caption, figure)
 
 
-def seconds(comparison: Comparison, target: str, look: Look) -> Drawing | None:
+def seconds_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     """Draw milliseconds per token by phase: autoregressive decoding, then every drafter."""
     del look  # phases have inks of their own
     rules, entries = _measured(comparison, target)
@@ -168,7 +168,7 @@ def seconds(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     return Drawing(f"seconds-{comparison.file_name(target)}", title, caption, figure)
 
 
-def temperatures(comparison: Comparison, target: str, look: Look) -> Drawing | None:
+def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     """Draw the acceptance length predicted at every draft temperature, the best one ringed, one-hot drafts at 0."""
     entries = [e for e in comparison.of(target) if len(e.about.temperatures) > 1]
     tried = {rule for e in entries for point in e.about.temperatures for rule in point.acceptance_length}
@@ -186,7 +186,7 @@ def temperatures(comparison: Comparison, target: str, look: Look) -> Drawing | N
                     if rule in p.acceptance_length
                 }
                 style = look(entry)
-                line(panel, list(points), list(points.values()), style)
+                plot_line(panel, list(points), list(points.values()), style)
                 best = entry.about.best_draft_temperature.get(rule)
                 if best in points:
                     panel.plot(best, points[best], "o", ms=11, mfc="none", mec=style.colour, mew=1.4)
@@ -209,7 +209,7 @@ def temperatures(comparison: Comparison, target: str, look: Look) -> Drawing | N
     return Drawing(f"temperature-{comparison.file_name(target)}", title, caption, figure)
 
 
-def dynamics(comparison: Comparison, target: str, look: Look) -> Drawing | None:
+def dynamics_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     """Draw token accuracy and accepted draft length over training."""
     entries = [e for e in comparison.of(target) if e.dynamics]
     if not entries:
@@ -219,8 +219,8 @@ def dynamics(comparison: Comparison, target: str, look: Look) -> Drawing | None:
         for entry in members:
             points = entry.dynamics.points if entry.dynamics else []
             epochs = [p.epoch for p in points]
-            line(row[0], epochs, [p.accuracy for p in points], look(entry))
-            line(row[1], epochs, [p.draft_length for p in points], look(entry))
+            plot_line(row[0], epochs, [p.accuracy for p in points], look(entry))
+            plot_line(row[1], epochs, [p.draft_length for p in points], look(entry))
         row[0].set(title=f"{kind}: token accuracy", ylabel="argmax agrees with the text")
         row[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         row[1].set(title=f"{kind}: accepted draft length", ylabel="draft tokens per block")

@@ -1,4 +1,4 @@
-"""What was shown, in a few sentences: predicted lengths first, then measured ones, then speed, each with its interval.
+"""Say what was shown in a few sentences: predicted lengths, measured ones, then speed, each with its interval.
 
 A gain is printed only where its interval leaves no doubt about its sign: the interval of the paired ratio if the
 evaluation has one, otherwise the two separate intervals, which must not overlap.
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockdraft.evaluation.results import Average, Interval
-from blockdraft.reports.comparison import Comparison, Entry, Quantity
+from blockdraft.evaluation.results import Average, Interval, Quantity
+from blockdraft.reports.comparison import Comparison, Entry
 from blockdraft.verification import RULES, Rule
 
 BUDGET = ("data", "batch", "optimizer")
@@ -59,7 +59,7 @@ TOO_FEW = "too few prompts for an interval"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Contrast:
     """Holds a quantity of a drafter, and that of the baseline if there is one. what: a heading for it."""
 
     what: str
@@ -82,7 +82,7 @@ class Headline:
     setting: str
     new: str
     old: str | None
-    findings: tuple[Finding, Finding, Finding]
+    findings: tuple[Contrast, Contrast, Contrast]
     note: str | None
 
     @property
@@ -140,10 +140,10 @@ def headlines(comparison: Comparison) -> list[Headline]:
     return found
 
 
-Measured = Sequence[tuple[Entry, Average]]
+Averages = Sequence[tuple[Entry, Average]]
 
 
-def _alike(measured: Measured) -> list[Measured]:
+def _alike(measured: Averages) -> list[Averages]:
     """Group drafters by training budget and seed, or not at all if that would leave BV without a CE to compare with."""
     groups: list[tuple[Any, list[tuple[Entry, Average]]]] = []
     for each in measured:
@@ -154,11 +154,11 @@ def _alike(measured: Measured) -> list[Measured]:
         else:
             same.append(each)
 
-    def comparable(group: Measured) -> bool:
+    def comparable(group: Averages) -> bool:
         labels = {entry.about.label for entry, _ in group}
         return "CE" in labels and any(label.startswith("BV") for label in labels)
 
-    split: list[Measured] = [group for _, group in groups]
+    split: list[Averages] = [group for _, group in groups]
     return [measured] if comparable(measured) and not any(map(comparable, split)) else split
 
 
@@ -166,24 +166,24 @@ def _budget(entry: Entry) -> dict[str, Any]:
     return {section: (entry.about.recipe or {}).get(section) for section in BUDGET}
 
 
-def _headline(comparison: Comparison, rule: Rule, group: Measured) -> Headline:
+def _headline(comparison: Comparison, rule: Rule, group: Averages) -> Headline:
     new, of_new = _best(group)
     baselines = [m for m in group if m[0].about.label == "CE" and m[0] is not new]
     old, of_old = max(baselines, key=lambda m: m[1].predicted_length.value, default=(None, None))
 
-    def finding(what: str, quantity: Quantity, unit: str = "") -> Finding:
+    def contrast(what: str, quantity: Quantity, unit: str = "") -> Contrast:
         ours: Interval = getattr(of_new, quantity)
         if old is None:
-            return Finding(what, unit, ours, None, None)
+            return Contrast(what, unit, ours, None, None)
         theirs: Interval = getattr(of_old, quantity)
         ratio = new.over(old, rule, "paper", quantity)
         gain = Gain.unpaired(ours, theirs) if ratio is None else Gain.paired(ratio)
-        return Finding(what, unit, ours, theirs, gain)
+        return Contrast(what, unit, ours, theirs, gain)
 
     findings = (
-        finding("Tokens per call, predicted", "predicted_length"),
-        finding("Tokens per call, measured", "acceptance_length"),
-        finding("Speed-up", "speedup", "×"),
+        contrast("Tokens per call, predicted", "predicted_length"),
+        contrast("Tokens per call, measured", "acceptance_length"),
+        contrast("Speed-up", "speedup", "×"),
     )
     differ = [section for section in BUDGET if old and _budget(new)[section] != _budget(old)[section]]
     note = f"They were trained differently ({', '.join(differ)}), so the loss is not all that differs."
@@ -198,7 +198,7 @@ def _headline(comparison: Comparison, rule: Rule, group: Measured) -> Headline:
     )
 
 
-def _best(group: Measured) -> tuple[Entry, Average]:
+def _best(group: Averages) -> tuple[Entry, Average]:
     """Take BV if there is one, else a variant of BV, else any; of several the one with the largest predicted length."""
     exact = [m for m in group if m[0].about.label == "BV"]
     variants = [m for m in group if m[0].about.label.startswith("BV")]

@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else, and its folder with the tables and figures as files."""
+"""Write the report: one HTML file that needs nothing else, and its folder with the tables and figures as files."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from blockdraft.evaluation.results import Trace, TracedRound, TracedToken
+from blockdraft.evaluation.results import AnswerTrace, TracedRound, TracedToken
 from blockdraft.files import atomic_write
 from blockdraft.reports.comparison import GROUPS, Comparison, Entry, LoadedEvaluation, read_evaluations
 from blockdraft.reports.figures import figures
@@ -96,7 +96,7 @@ class TracedText:
     task: str
     id: str
     prompt: str
-    traces: list[tuple[Entry, Trace]]
+    traces: list[tuple[Entry, AnswerTrace]]
 
 
 def traced_texts(comparison: Comparison) -> list[TracedText]:

@@ -1,4 +1,4 @@
-"""The paper's tables, and a few more, from whatever was evaluated.
+"""Make the paper's tables, and a few more, from whatever was evaluated.
 
 What was not measured is an en dash; a table with nothing to show is left out. The paper's layouts are those of
 `main`, `token_verification`, `annealing`, and `full` for each target.
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
-from blockdraft.evaluation.results import Average, Cell, Choice, Interval
-from blockdraft.reports.comparison import GROUPS, Comparison, Entry, Quantity, Retention, Spent, slug
+from blockdraft.evaluation.results import Average, Cell, Interval, Quantity, TemperatureChoice
+from blockdraft.reports.comparison import GROUPS, Comparison, Entry, Retention, Spent, slug
 from blockdraft.reports.headlines import Gain
 from blockdraft.reports.table import (
     MISSING,
@@ -30,7 +30,7 @@ from blockdraft.verification import RULES, Rule
 ABLATION = {"CE": "Baseline (CE)", "BV w/o annealing": "BV w/o annealing", "BV": "BV with annealing"}
 COUNTED = "τ counts tokens per verification call, correction or bonus token included."
 BEST = "Bold is the best of a column within a target."
-COMPARED: dict[Quantity, str] = {
+COMPARED_HEADS: dict[Quantity, str] = {
     "predicted_length": "τ predicted",
     "acceptance_length": "τ measured",
     "speedup": "Speed-up",
@@ -70,33 +70,38 @@ LENGTHS = (
 
 def tables(comparison: Comparison) -> list[Table]:
     """Make all that have something to show, the main one first."""
-    found = [main(comparison), gains(comparison), best_temperature(comparison), one_hot(comparison)]
-    found += [token_verification(comparison), annealing(comparison)]
-    found += [full(comparison, target) for target in comparison.targets]
-    found += [retention(comparison, target) for target in comparison.targets]
-    found += [lengths(comparison), seconds(comparison)]
+    found = [
+        main_table(comparison),
+        gains_table(comparison),
+        best_temperature_table(comparison),
+        one_hot_table(comparison),
+    ]
+    found += [token_verification_table(comparison), annealing_table(comparison)]
+    found += [full_table(comparison, target) for target in comparison.targets]
+    found += [retention_table(comparison, target) for target in comparison.targets]
+    found += [lengths_table(comparison), seconds_table(comparison)]
     return [table for table in found if any(v != MISSING for row in table.rows for v in row.values)]
 
 
-def main(comparison: Comparison) -> Table:
+def main_table(comparison: Comparison) -> Table:
     """Show mean acceptance length and speed-up, greedy and block verification: rows are losses, columns drafters."""
     columns, rows = _losses_by_drafters(comparison, ("greedy", "block"), "paper", (TAU, SPEEDUP))
     caption = f"Means over the tasks. {COUNTED} Speed-up is over autoregressive decoding in the same run. {BEST}"
     return Table("main", "Main results", caption, ("Target", "Loss"), columns, rows)
 
 
-def gains(comparison: Comparison) -> Table:
+def gains_table(comparison: Comparison) -> Table:
     """Show every drafter over its baseline, where an evaluation compared them prompt by prompt."""
     rows = []
     for target, rule, choice in _settings(comparison):
         for entry in comparison.of(target):
             for other in comparison.baselines(entry):
-                ratios = [entry.over(other, rule, choice, what) for what in COMPARED]
+                ratios = [entry.over(other, rule, choice, what) for what in COMPARED_HEADS]
                 if any(ratios):
                     values = tuple(map(_gain, ratios))
                     labels = (target, comparison.setting(rule, choice), entry.title, other.title)
                     rows.append(TableRow(labels, values))
-    columns = tuple(Column((head,), f"{what}_gain", interval=True) for what, head in COMPARED.items())
+    columns = tuple(Column((head,), f"{what}_gain", interval=True) for what, head in COMPARED_HEADS.items())
     caption = (
         "Gain in the mean over the tasks, with the 95% interval of a paired bootstrap: both drafters are compared on "
         "the same resampled prompts. Where the interval contains zero, no gain is printed."
@@ -105,7 +110,7 @@ def gains(comparison: Comparison) -> Table:
     return Table("gains", "Gains over a baseline", caption, labels, columns, tuple(rows))
 
 
-def best_temperature(comparison: Comparison) -> Table:
+def best_temperature_table(comparison: Comparison) -> Table:
     """Show the main quantities at the draft temperature that suits each drafter best."""
     columns, rows = _losses_by_drafters(comparison, ("block", "token"), "best", (DRAFT_TEMPERATURE, TAU, SPEEDUP))
     caption = (
@@ -114,7 +119,7 @@ def best_temperature(comparison: Comparison) -> Table:
     return Table("best-temperature", "Best draft temperature", caption, ("Target", "Loss"), columns, rows)
 
 
-def one_hot(comparison: Comparison) -> Table:
+def one_hot_table(comparison: Comparison) -> Table:
     """Show the main quantities with one-hot drafts under a sampling target."""
     columns, rows = _losses_by_drafters(comparison, ("block", "token"), "one-hot", (PREDICTED, TAU, SPEEDUP))
     caption = (
@@ -124,7 +129,7 @@ def one_hot(comparison: Comparison) -> Table:
     return Table("one-hot", "One-hot drafts", caption, ("Target", "Loss"), columns, rows)
 
 
-def token_verification(comparison: Comparison) -> Table:
+def token_verification_table(comparison: Comparison) -> Table:
     """Show mean acceptance length under token verification: rows are drafters, columns losses."""
     measured = {e.label for e in comparison.entries if e.average("token", "paper")}
     labels = [label for label in comparison.labels() if label in measured]
@@ -139,7 +144,7 @@ def token_verification(comparison: Comparison) -> Table:
     return Table("token-verification", title, caption, ("Target", "Drafter"), columns, best_in_rows(rows))
 
 
-def annealing(comparison: Comparison) -> Table:
+def annealing_table(comparison: Comparison) -> Table:
     """Show CE, BV without and with annealing, for targets that have a drafter without."""
     entries = [e for e in comparison.entries if e.about.label in ABLATION]
     targets = {e.target for e in entries if e.about.label == "BV w/o annealing"}
@@ -160,7 +165,7 @@ def annealing(comparison: Comparison) -> Table:
     return Table("annealing", "Annealing", caption, ("Training loss",), columns, best_in_columns(comparable, 0))
 
 
-def full(comparison: Comparison, target: str) -> Table:
+def full_table(comparison: Comparison, target: str) -> Table:
     """Show every task of one target, under every rule."""
     tasks = comparison.tasks(target)
     metrics = (SPEEDUP, TAU)
@@ -181,7 +186,7 @@ def full(comparison: Comparison, target: str) -> Table:
     return Table(name, title, caption, labels, tuple(columns), best_in_columns(rows, 2))
 
 
-def retention(comparison: Comparison, target: str) -> Table:
+def retention_table(comparison: Comparison, target: str) -> Table:
     """Show how often a draft is kept up to every position, task by task, the pooled rounds of all tasks last."""
     entries = comparison.of(target)
     rule = max((r for r in RULES if any(e.cells(r, "paper") for e in entries)), key=RULES.index, default=RULES[0])
@@ -205,7 +210,7 @@ def retention(comparison: Comparison, target: str) -> Table:
     return Table(name, title, caption, ("Task", "Drafter", "Loss"), columns, best_in_columns(rows, 2))
 
 
-def lengths(comparison: Comparison) -> Table:
+def lengths_table(comparison: Comparison) -> Table:
     """Show how many tokens a call yields, predicted and measured, at every choice of draft temperature."""
     rows = []
     for target, rule, choice in _settings(comparison):
@@ -224,7 +229,7 @@ def lengths(comparison: Comparison) -> Table:
     return Table("lengths", "Accepted lengths, predicted and measured", caption, labels, columns, tuple(rows))
 
 
-def seconds(comparison: Comparison) -> Table:
+def seconds_table(comparison: Comparison) -> Table:
     """Show where the time goes, all tasks together, beside autoregressive decoding."""
     timed: list[tuple[tuple[str, ...], Spent]] = []
     for target, rule, choice in _settings(comparison):
@@ -253,7 +258,7 @@ def seconds(comparison: Comparison) -> Table:
 
 
 def _losses_by_drafters(
-    comparison: Comparison, rules: tuple[Rule, ...], choice: Choice, metrics: tuple[Metric, ...]
+    comparison: Comparison, rules: tuple[Rule, ...], choice: TemperatureChoice, metrics: tuple[Metric, ...]
 ) -> tuple[tuple[Column, ...], tuple[TableRow, ...]]:
     """Make rows of targets and losses, and columns of rules, drafters and metrics."""
     places = [(rule, kind) for rule in _present(comparison, rules, choice) for kind in comparison.kinds]
@@ -290,14 +295,14 @@ def _drafters(comparison: Comparison) -> list[tuple[str, str]]:
     return list(dict.fromkeys((e.target, e.kind) for e in comparison.entries))
 
 
-def _present(comparison: Comparison, rules: tuple[Rule, ...], choice: Choice) -> list[Rule]:
+def _present(comparison: Comparison, rules: tuple[Rule, ...], choice: TemperatureChoice) -> list[Rule]:
     """Return those of the rules under which anything was measured."""
     return [rule for rule in rules if any(e.average(rule, choice) for e in comparison.entries)]
 
 
-def _settings(comparison: Comparison) -> list[tuple[str, Rule, Choice]]:
+def _settings(comparison: Comparison) -> list[tuple[str, Rule, TemperatureChoice]]:
     """List targets, rules and choices of the draft temperature; greedy verification leaves no choice."""
-    choices: tuple[Choice, ...] = get_args(Choice)
+    choices: tuple[TemperatureChoice, ...] = get_args(TemperatureChoice)
     return [
         (target, rule, choice)
         for target in comparison.targets
@@ -306,5 +311,5 @@ def _settings(comparison: Comparison) -> list[tuple[str, Rule, Choice]]:
     ]
 
 
-def _average(entry: Entry | None, rule: Rule, choice: Choice) -> Average | None:
+def _average(entry: Entry | None, rule: Rule, choice: TemperatureChoice) -> Average | None:
     return None if entry is None else entry.average(rule, choice)

@@ -1,4 +1,4 @@
-"""How figures look: an ink and a marker for each objective, the same everywhere, and drawings saved for paper and page.
+"""Decide how figures look: an ink and a marker for each objective, and drawings saved for paper and page.
 
 Inks differ in lightness as well as in hue, and come with a marker each, so that nothing depends on seeing colours.
 Figures are drawn with the light ones; a page turns those into CSS variables and sets the variables by colour scheme.
@@ -43,7 +43,7 @@ INKS = {
 }
 """Colours by name, on light and on dark ground. No two light ones are equal."""
 
-OBJECTIVES = dict(zip(LABELS, ("ce", "kl", "rkl", "tv", "lk", "bv-plain", "bv"), strict=True))
+OBJECTIVE_INKS = dict(zip(LABELS, ("ce", "kl", "rkl", "tv", "lk", "bv-plain", "bv"), strict=True))
 MARKERS = {"ce": "o", "kl": "s", "rkl": "^", "tv": "v", "lk": "P", "bv-plain": "X", "bv": "D"}
 OTHERS = {"other-1": "<", "other-2": ">", "other-3": "p", "other-4": "h", "other-5": "d", "other-6": "*"}
 Dash = Literal["-", "--", ":", "-."]
@@ -112,7 +112,7 @@ def styles(comparison: Comparison) -> Look:
     for entry in comparison.entries:
         label = entry.about.label
         if label not in inks:
-            inks[label] = OBJECTIVES.get(label) or next(others)
+            inks[label] = OBJECTIVE_INKS.get(label) or next(others)
 
     def style(entry: Entry) -> Style:
         ink = inks[entry.about.label]
@@ -197,7 +197,7 @@ def panels(
     return figure, [list(row) for row in grid]
 
 
-def line(panel: Axes, x: Sequence[float], y: Sequence[float], style: Style) -> None:
+def plot_line(panel: Axes, x: Sequence[float], y: Sequence[float], style: Style) -> None:
     """Draw a drafter's points, joined; many points are smaller ones."""
     size = 4.5 if len(x) <= 10 else 3.2
     panel.plot(x, y, style.dash, color=style.colour, marker=style.marker, markersize=size)

@@ -1,4 +1,4 @@
-"""A table with grouped headings and rows, as Markdown, LaTeX and CSV; ``assets/table.html`` makes HTML of it."""
+"""Write tables with grouped headings and rows as Markdown, LaTeX and CSV; ``assets/table.html`` makes HTML of them."""
 
 import csv
 import io

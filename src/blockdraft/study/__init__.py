@@ -1,6 +1,6 @@
-"""Studies: the paper's experiment at any size, by one command, over seeds, with tables."""
+"""This package runs the paper's experiment at any size, by one command, over seeds, with tables."""
 
-from blockdraft.study.plan import Cell, StudyError, StudyHardware, StudyRecipe, load_study, shipped_studies
+from blockdraft.study.plan import StudyCell, StudyError, StudyHardware, StudyRecipe, load_study, shipped_studies
 from blockdraft.study.run import Study
 
-__all__ = ["Cell", "Study", "StudyError", "StudyHardware", "StudyRecipe", "load_study", "shipped_studies"]
+__all__ = ["Study", "StudyCell", "StudyError", "StudyHardware", "StudyRecipe", "load_study", "shipped_studies"]

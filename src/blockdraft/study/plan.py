@@ -1,4 +1,4 @@
-"""What a study is: targets, drafters, objectives and seeds, which make its cells; and what it will cost."""
+"""Describe a study: its targets, drafters, objectives and seeds, which make its cells, and what it will cost."""
 
 import difflib
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from blockdraft.recipes import Recipe, load_recipe, shipped_names
 from blockdraft.recipes.loading import override, read_yaml_file
 from blockdraft.recipes.schema import Section
 
-FOLDER = Path(__file__).parent / "shipped"
+SHIPPED_STUDIES = Path(__file__).parent / "shipped"
 
 
 class StudyError(BlockdraftError):
@@ -21,7 +21,7 @@ class StudyError(BlockdraftError):
 
 
 class StudyTarget(Section):
-    """A target of a study, and the texts its drafters are trained on."""
+    """Names a target of a study, and the texts its drafters are trained on."""
 
     recipe: str = Field(description="the shipped target whose recipes are used: pocket, smollm2, qwen3-4b, qwen3-8b")
     data: Path | None = Field(None, description="a data folder that is there; null makes one from the prompts")
@@ -33,7 +33,7 @@ class StudyTarget(Section):
 
 
 class StudyObjective(Section):
-    """An objective of a study: a shipped one, with changes that make it a variant."""
+    """Names an objective of a study: a shipped one, with changes that make it a variant."""
 
     recipe: str = Field(description="the shipped objective: ce, kl, rkl, tv, lk, bv, ...")
     set: list[str] = Field([], description="recipe fields of this variant, as key.path=value")
@@ -42,7 +42,7 @@ class StudyObjective(Section):
 class StudyEvaluation(Section):
     """Says how every drafter is evaluated."""
 
-    tasks: list[str] = Field(["pocket"], description="as `evaluate --tasks` takes them")
+    tasks: list[str] = Field(["pocket"], min_length=1, description="as `evaluate --tasks` takes them")
     prompts: Path | None = Field(None, description="a folder with NAME.jsonl for the benchmarks; null is the Hub")
     num_prompts: int | None = Field(None, ge=1, description="prompts of each task; null is as many as the paper's")
     num_decoded: int | None = Field(
@@ -50,10 +50,18 @@ class StudyEvaluation(Section):
     )
     max_new_tokens: int = Field(256, ge=2, description="longest answer")
     rules: list[Literal["greedy", "token", "block"]] = Field(
-        ["greedy", "token", "block"], description="verification rules"
+        ["greedy", "token", "block"], min_length=1, description="verification rules"
     )
     checkpoint: Literal["last", "best"] = Field("last", description="the paper evaluates the last checkpoint")
     dynamics_texts: int = Field(0, ge=0, description="training texts for the figure of training dynamics")
+
+    @field_validator("tasks", "rules")
+    @classmethod
+    def _once(cls, value: list[str]) -> list[str]:
+        twice = [each for each in value if value.count(each) > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} stands twice")
+        return value
 
 
 class StudyHardware(Section):
@@ -66,7 +74,7 @@ class StudyHardware(Section):
 
 
 class StudyRecipe(Section):
-    """A study: every combination of its targets, drafters, objectives and seeds is a cell."""
+    """Describes a study: every combination of its targets, drafters, objectives and seeds is a cell."""
 
     name: str = Field(description="of the study")
     targets: dict[str, StudyTarget] = Field(description="targets by name")
@@ -80,16 +88,18 @@ class StudyRecipe(Section):
     @field_validator("targets", "objectives")
     @classmethod
     def _safe_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        wrong = [name for name in value if not name or not all(c.isalnum() or c in "-_." for c in name)]
+        wrong = [name for name in value if not all(c.isalnum() or c in "-_." for c in name) or not name[:1].isalnum()]
         if wrong or not value:
-            raise ValueError(f"names are letters, digits, '-', '_' and '.', got {wrong or 'none'}")
+            raise ValueError(
+                f"names are letters, digits, '-', '_' and '.', the first a letter or a digit, got {wrong or 'none'}"
+            )
         return value
 
     @property
-    def cells(self) -> "list[Cell]":
+    def cells(self) -> "list[StudyCell]":
         """Give all cells, seed by seed, so that an interrupted study has whole seeds."""
         return [
-            Cell(self, target, drafter, objective, seed)
+            StudyCell(self, target, drafter, objective, seed)
             for seed in self.seeds
             for target in self.targets
             for drafter in self.drafters
@@ -98,7 +108,7 @@ class StudyRecipe(Section):
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """Describes one training run of a study."""
 
     study: StudyRecipe
@@ -139,13 +149,13 @@ class Cell:
 
 def shipped_studies() -> list[str]:
     """Return the names of the shipped studies."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return sorted(path.stem for path in SHIPPED_STUDIES.glob("*.yaml"))
 
 
 def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -> StudyRecipe:
     """Load a shipped study by name, or a YAML file, with ``key.path=value`` laid over it; every cell is checked."""
     name = str(name_or_path)
-    path = FOLDER / f"{name}.yaml" if name in shipped_studies() else Path(name_or_path)
+    path = SHIPPED_STUDIES / f"{name}.yaml" if name in shipped_studies() else Path(name_or_path)
     if not path.is_file():
         near = difflib.get_close_matches(name, shipped_studies(), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"shipped: {', '.join(shipped_studies())}"
@@ -156,6 +166,10 @@ def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the study"
         raise StudyError(f"{name}: {where}: {first['msg']}") from error
+    names = [cell.name for cell in study.cells]
+    twice = next((each for each in names if names.count(each) > 1), None)
+    if twice is not None:
+        raise StudyError(f"{name}: two cells are called {twice}; no drafter, seed or combination of names may repeat")
     for cell in study.cells:
         if cell.recipe_name not in shipped_names():
             raise StudyError(f"{name}: {cell.name} needs a recipe {cell.recipe_name!r}, which is not shipped")

@@ -1,8 +1,8 @@
-"""Running a study: data, cells side by side, evaluations, one report; every stage resumes where it stopped.
+"""Run a study: data, cells side by side, evaluations, one report; every stage resumes where it stopped.
 
 out/study.yaml                     the study
 out/data/TARGET/                   texts of each target
-out/features/TARGET-DRAFTER-seedS/ their features, shared by the cells of a seed, if recipes say so
+out/features/TARGET-.../           their features, shared by all cells that read the same ones, if recipes say so
 out/runs/CELL/                     training runs
 out/evaluations/TARGET-seedS/      all drafters of one target and seed, on the same prompts
 out/report/                        tables over seeds, and the report of every evaluation
@@ -20,14 +20,13 @@ from pathlib import Path
 
 import yaml
 
+from blockdraft.data import read_manifest
+from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.files import atomic_write, exclusive
 from blockdraft.recipes.loading import read_yaml_file
 from blockdraft.runs import Run
-from blockdraft.study.plan import Cell, StudyError, StudyRecipe
+from blockdraft.study.plan import StudyCell, StudyError, StudyRecipe
 from blockdraft.study.summary import StudySummary, summarize
-
-OnProgress = Callable[[str, int, int, int], None]
-"""(stage, done, of, tokens made now)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Study:
         """Return the folder of a target's texts: the one that the study names, or the one that it makes."""
         return self.recipe.targets[target].data or self.out / "data" / target
 
-    def run_folder(self, cell: Cell) -> Path:
+    def run_folder(self, cell: StudyCell) -> Path:
         """Return the folder of a cell's training run."""
         return self.out / "runs" / cell.name
 
@@ -85,10 +84,17 @@ class Study:
             jobs.append(Job(f"data for {name}", ["data", "regenerate", "--target", model, *folders, *limits]))
         return jobs
 
-    def training_job(self, cell: Cell) -> Job:
+    def cache_folder(self, cell: StudyCell) -> Path:
+        """Return the folder of the cached features that a cell reads, named by all that they depend on."""
+        drafter, recipe = cell.recipe.drafter, cell.recipe
+        parts = [cell.target, f"{drafter.num_features or 'default'}-layers"]
+        parts += [recipe.target.dtype] if recipe.target.dtype else []
+        parts += [f"normalizer-{recipe.make_objective().temperature:g}"] if drafter.vocab_size is not None else []
+        return self.out / "features" / "-".join(parts)
+
+    def training_job(self, cell: StudyCell) -> Job:
         """Return the command that trains one cell."""
-        cache = self.out / "features" / f"{cell.target}-{cell.drafter}-seed{cell.seed}"
-        fields = cell.assignments(self.data_folder(cell.target), cache)
+        fields = cell.assignments(self.data_folder(cell.target), self.cache_folder(cell))
         return Job(cell.name, ["train", cell.recipe_name, *fields, "--out", str(self.run_folder(cell))])
 
     def evaluation_job(self, target: str, seed: int) -> Job:
@@ -110,7 +116,7 @@ class Study:
             f"evaluation of {target}, seed {seed}", [*arguments, "--out", str(self.evaluation_folder(target, seed))]
         )
 
-    def steps_done(self, cell: Cell) -> tuple[int, int | None]:
+    def steps_done(self, cell: StudyCell) -> tuple[int, int | None]:
         """Return the steps that a cell has taken, and how many it will take; None if that is not known yet."""
         if not Run.is_run(self.run_folder(cell)):
             return 0, None
@@ -119,7 +125,7 @@ class Study:
         saved = max(run.checkpoints(), default=0)
         return max(saved, metrics[-1]["step"] if metrics else 0), run.info.num_steps
 
-    def is_trained(self, cell: Cell) -> bool:
+    def is_trained(self, cell: StudyCell) -> bool:
         """Return whether a cell's last checkpoint is the end of its training."""
         if not Run.is_run(self.run_folder(cell)):
             return False
@@ -130,15 +136,21 @@ class Study:
 
     def run(self) -> StudySummary:
         """Do all that is left, and write the report."""
+        for target in self.recipe.targets.values():
+            if target.data is not None:
+                read_manifest(target.data)  # a folder that is not there, or damaged, is said before anything runs
         self.out.mkdir(parents=True, exist_ok=True)
         with exclusive(self.out):
             self._remember()
             for number, job in enumerate(jobs := self.data_jobs()):
                 self.on_progress("data", number, len(jobs), 0)
                 self._run([job], 1, lambda: None)
-            self._train()
-            self._evaluate()
-            return summarize(self.recipe, self.out)
+            for number, seed in enumerate(self.recipe.seeds, 1):
+                self._train(seed)
+                self._evaluate(seed)
+                finished = self.recipe.model_copy(update={"seeds": self.recipe.seeds[:number]})
+                summary = summarize(finished, self.out)  # a study that is stopped later has something to show
+            return summary
 
     def _remember(self) -> None:
         file = self.out / "study.yaml"
@@ -155,9 +167,9 @@ class Study:
         with atomic_write(file) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
 
-    def _train(self) -> None:
+    def _train(self, seed: int) -> None:
         cells = self.recipe.cells
-        left = [cell for cell in cells if not self.is_trained(cell)]
+        left = [cell for cell in cells if cell.seed == seed and not self.is_trained(cell)]
 
         def show() -> None:
             done = sum(self.steps_done(cell)[0] for cell in cells)
@@ -165,22 +177,19 @@ class Study:
             of = round(sum(known) / len(known) * len(cells)) if known else len(cells)
             self.on_progress("training, steps of all cells", done, max(of, done), 0)
 
-        first = {
-            (cell.target, cell.drafter, cell.seed): cell
-            for cell in reversed(left)
-            if cell.recipe.data.features == "cached"
-        }
-        builders = {cell.name for cell in first.values()}  # each builds the cache that the others of its seed read
+        cached = [cell for cell in reversed(left) if cell.recipe.data.features == "cached"]
+        builders = {self.cache_folder(cell): cell.name for cell in cached}  # the first builds what the others read
         for is_turn in (True, False):
-            turn = [self.training_job(cell) for cell in left if (cell.name in builders) == is_turn]
+            turn = [self.training_job(cell) for cell in left if (cell.name in builders.values()) == is_turn]
             self._run(turn, self.num_jobs, show)
 
-    def _evaluate(self) -> None:
-        pairs = [(target, seed) for seed in self.recipe.seeds for target in self.recipe.targets]
-        for number, (target, seed) in enumerate(pairs):
-            self.on_progress("evaluations", number, len(pairs), 0)
+    def _evaluate(self, seed: int) -> None:
+        targets = list(self.recipe.targets)
+        done, of = self.recipe.seeds.index(seed) * len(targets), len(self.recipe.seeds) * len(targets)
+        for number, target in enumerate(targets):
+            self.on_progress("evaluations", done + number, of, 0)
             self._run([self.evaluation_job(target, seed)], 1, lambda: None)
-        self.on_progress("evaluations", len(pairs), len(pairs), 0)
+        self.on_progress("evaluations", done + len(targets), of, 0)
 
     def _run(self, jobs: Sequence[Job], num_at_once: int, show: Callable[[], None]) -> None:
         """Run commands, some at once; if one fails, the others are told to save and stop."""

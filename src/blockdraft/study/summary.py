@@ -1,4 +1,4 @@
-"""From the evaluations of all seeds to tables: means, spreads, and paired differences against a baseline.
+"""Turn the evaluations of all seeds into tables: means, spreads, and paired differences against a baseline.
 
 The unit of the spread is the seed: a mean over tasks for each seed, then mean and standard deviation over seeds. A
 paired difference compares two objectives with the same target, drafter, seed and prompts.

@@ -1,4 +1,4 @@
-"""Frozen language models, seen the way a drafter needs them."""
+"""Show frozen language models the way a drafter needs them."""
 
 from blockdraft.targets.attention import Span
 from blockdraft.targets.cache import BatchedKVCache, KVCache

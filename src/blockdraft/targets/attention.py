@@ -1,4 +1,4 @@
-"""Attention of our own inside a transformers model: no mask is built; the layout of the batch says who sees whom."""
+"""Attend in our own way inside a transformers model: no mask is built, the layout of the batch says who sees whom."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ class TargetAttention(ABC):
 
     @abstractmethod
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """query ``[N, heads, T, d]``, key and value ``[N, kv_heads, L, d]`` -> ``[N, T, heads, d]``."""
+        """Attend from query ``[N, heads, T, d]`` to key and value ``[N, kv_heads, L, d]``: ``[N, T, heads, d]``."""
 
 
 class SlotAttention(TargetAttention):

@@ -1,4 +1,4 @@
-"""KV caches: of one text, with rollback by length, and of many texts decoded side by side, one slot each."""
+"""Keep keys and values: of one text, with rollback by length, and of many texts side by side, one slot each."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ ROOM_AHEAD = 64
 
 
 class KVCache(Cache):
-    """Keys and values of every layer, in storage allocated once.
+    """Holds keys and values of every layer, in storage allocated once.
 
     A forward pass writes behind what is there; `rollback` forgets everything
     from some length on by moving that length, and copies nothing.
@@ -33,7 +33,7 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """Give the number of tokens that it holds."""
         return self.get_seq_length()
 
     def rollback(self, length: int) -> None:
@@ -73,7 +73,7 @@ class KVCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """The memory that keys and values take."""
+        """Give the memory that keys and values take."""
         return sum(x.numel() * x.element_size() for x in (self._keys, self._values) if x is not None)
 
     def room_until(self, end: int) -> int:
@@ -131,7 +131,7 @@ class _Layer(CacheLayerMixin):
 
 
 class BatchedKVCache:
-    """A target over up to ``num_slots`` texts of up to ``capacity`` tokens, each at its own length.
+    """Runs a target over up to ``num_slots`` texts of up to ``capacity`` tokens, each at its own length.
 
     The texts in use fill the slots from the front without gaps, so that every pass
     works on slices of the storage. A text that ends gives its slot to the last one.
@@ -145,9 +145,10 @@ class BatchedKVCache:
         self._cache = Cache(layers=list(self._layers))
         self._first = 0
         self._seen: Tensor | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
-        """Texts held."""
+        """Return how many texts it holds."""
         return len(self.lengths)
 
     @torch.inference_mode()
@@ -162,22 +163,26 @@ class BatchedKVCache:
         tokens = torch.zeros(len(texts), longest, dtype=torch.long)
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = torch.tensor(text)
-        self._first, self._seen = len(self), None
-        positions = torch.arange(longest).expand(len(texts), -1)
-        hidden = self._forward(tokens, positions)
+        self._first, self._seen, self._places = len(self), None, None
+        device = self.target.device
+        positions = torch.arange(longest, device=device).expand(len(texts), -1)
+        hidden = self._forward(_sent(tokens, device), positions)
         self.lengths += lengths
-        return hidden[torch.arange(len(texts)), torch.tensor(lengths) - 1]
+        last = _sent(torch.tensor(lengths) - 1, device)
+        return hidden[torch.arange(len(texts), device=device), last]
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Append one token to every text; ``[n, H]`` hidden states."""
-        lengths = torch.tensor(self.lengths)
         longest = max(self.lengths) + 1
         if longest > self.capacity:
             raise ValueError(f"a slot holds {self.capacity} tokens; a text needs {longest}")
+        device = self.target.device
+        new, lengths = _sent(torch.tensor([tokens, self.lengths]), device)
         self._first = 0
-        self._seen = (torch.arange(longest) <= lengths[:, None])[:, None, None].to(self.target.device)
-        hidden = self._forward(torch.tensor(tokens)[:, None], lengths[:, None])
+        self._seen = (torch.arange(longest, device=device) <= lengths[:, None])[:, None, None]
+        self._places = torch.arange(len(self), device=device), lengths  # the same for every layer, sent once
+        hidden = self._forward(new[:, None], lengths[:, None])
         self.lengths = [length + 1 for length in self.lengths]
         return hidden[:, 0]
 
@@ -192,19 +197,15 @@ class BatchedKVCache:
         self.lengths.pop()
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        device = self.target.device
         with attending(self.target.model, SlotAttention(self._seen)):
             hidden: Tensor = self.target.model.model(
-                input_ids=tokens.to(device),
-                position_ids=positions.to(device),
-                past_key_values=self._cache,
-                use_cache=True,
+                input_ids=tokens, position_ids=positions, past_key_values=self._cache, use_cache=True
             ).last_hidden_state
         return hidden
 
 
 class _BatchedLayer(CacheLayerMixin):
-    """Keys and values of one layer, ``[slots, kv_heads, room, d]``."""
+    """Holds keys and values of one layer, ``[slots, kv_heads, room, d]``."""
 
     is_sliding = False
 
@@ -225,12 +226,12 @@ class _BatchedLayer(CacheLayerMixin):
         assert self.values is not None
         seen = self.slots._seen
         self._reserve(key_states.shape[2] if seen is None else seen.shape[-1])
-        if seen is None:
+        if seen is None or self.slots._places is None:
             rows = slice(self.slots._first, self.slots._first + key_states.shape[0])
             self.keys[rows, :, : key_states.shape[2]] = key_states
             self.values[rows, :, : key_states.shape[2]] = value_states
             return key_states, value_states
-        rows_at, positions = torch.arange(key_states.shape[0]), torch.tensor(self.slots.lengths)
+        rows_at, positions = self.slots._places
         self.keys[rows_at, :, positions] = key_states[:, :, 0]
         self.values[rows_at, :, positions] = value_states[:, :, 0]
         return self.keys[: len(rows_at), :, : seen.shape[-1]], self.values[: len(rows_at), :, : seen.shape[-1]]
@@ -258,6 +259,11 @@ class _BatchedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.slots.capacity
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """Return values of the host on a device; a GPU fetches them while the host goes on."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _widened(held: Tensor, room: int) -> Tensor:

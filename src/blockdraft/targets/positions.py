@@ -1,4 +1,4 @@
-"""Where the tokens of a pass stand behind those that a cache holds: angles, masks, and where keys and values go.
+"""Place the tokens of a pass behind those that a cache holds: angles, masks, and where keys and values go.
 
 A position is known to the host or to the device. Known to the host, a pass reads and writes slices as long as the
 text is, which is the least work. Known to the device alone, every tensor has the size of the cache, and a mask hides
@@ -21,7 +21,7 @@ MASKED_ROWS = 64
 
 
 class Positions(ABC):
-    """The places of T tokens that follow each other in a text."""
+    """Holds the places of T tokens that follow each other in a text."""
 
     @abstractmethod
     def of(self, table: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Positions(ABC):
 
 
 class HostPositions(Positions):
-    """The places ``start <= t < end``; what lies behind them is not read."""
+    """Holds the places ``start <= t < end``; what lies behind them is not read."""
 
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end = start, end
@@ -55,7 +55,7 @@ class HostPositions(Positions):
 
 
 class DevicePositions(Positions):
-    """The T places from ``first`` ``[1]`` on; all of the storage is read, under a mask."""
+    """Holds the T places from ``first`` ``[1]`` on; all of the storage is read, under a mask."""
 
     def __init__(self, first: Tensor, num_rows: int) -> None:
         self.at = first + torch.arange(num_rows, device=first.device)

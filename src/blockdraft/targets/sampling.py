@@ -1,4 +1,4 @@
-"""What is sampled from a target: its law under temperature, top-k and top-p."""
+"""Turn a target's logits into the distribution to sample from, under temperature, top-k and top-p."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is sampled from. Verification is lossless for this very law.
+    """Says which distribution is sampled from. Verification is lossless for this very one.
 
     temperature: 0 is greedy.
     top_k: keep the k most probable tokens; 0 keeps all.
@@ -27,7 +27,7 @@ class Sampling:
             )
 
     def probs(self, logits: Tensor) -> Tensor:
-        """``[..., V]`` probabilities in float32."""
+        """Return the probabilities ``[..., V]`` in float32."""
         if self.temperature == 0:
             return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
         logits = logits.float() / self.temperature

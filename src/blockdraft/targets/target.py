@@ -1,4 +1,4 @@
-"""A frozen language model, seen the way a drafter needs it, and the fingerprint that names its weights."""
+"""Show a frozen language model the way a drafter needs it, and name its weights by a fingerprint."""
 
 import hashlib
 from collections.abc import Hashable, Sequence
@@ -31,7 +31,7 @@ Message = dict[str, str]
 
 
 class UnsupportedTargetError(BlockdraftError):
-    """A model this project cannot draft for, with the reason."""
+    """This project cannot draft for the model, and the message says why."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Normalizer:
 
 
 class Target:
-    """A causal language model in evaluation mode, without gradients, and its tokenizer.
+    """Holds a causal language model in evaluation mode, without gradients, and its tokenizer.
 
     Feature of layer l is the output of decoder layer l before the final norm
     (``hidden_states[l + 1]`` in transformers). The last layer has none: what
@@ -108,12 +108,12 @@ class Target:
 
     @property
     def context_length(self) -> int | None:
-        """The longest text, prompt and response together, that the positions allow; None if the config is silent."""
+        """Give the longest text, prompt and response together, that positions allow; None if the config is silent."""
         return self._context_length
 
     @property
     def mask_token_id(self) -> int:
-        """The row of the embedding that stands for a token to be drafted."""
+        """Give the row of the embedding that stands for a token to be drafted."""
         return find_mask_token(self)
 
     def feature_layers(self, num_features: int) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class Target:
 
     @property
     def decoder(self) -> Decoder | None:
-        """The package's own forward pass, which reads the last cache made; None if that goes through transformers."""
+        """Give the package's own forward pass, which reads the last cache made; None where transformers does it."""
         return self._decoder
 
     @torch.no_grad()

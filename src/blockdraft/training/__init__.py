@@ -1,4 +1,4 @@
-"""Training drafters: what a run will take, and the run itself."""
+"""Train drafters: say what a run will take, and run it."""
 
 from blockdraft.training.preflight import dry_run
 from blockdraft.training.resources import ResourceEstimate, estimate, fit

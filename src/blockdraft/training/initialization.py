@@ -1,4 +1,4 @@
-"""The drafter that a run starts with: where its first weights come from, and which tokens it may propose.
+"""Make the drafter that a run starts with: its first weights, and the tokens that it may propose.
 
 Weights come from chance, the target's own last layers, or another drafter. A reduced draft vocabulary is chosen from
 the training texts, and measured by how far it can carry a drafter.

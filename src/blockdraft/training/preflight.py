@@ -1,4 +1,4 @@
-"""A dry run: everything that a training run needs, tried once before it is launched."""
+"""Try everything that a training run needs once, before it is launched: a dry run."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The parts of one optimizer step: batches made ahead of time, the pass through drafter and objective, optimizers.
+"""Take one optimizer step: batches made ahead of time, the pass through drafter and objective, optimizers.
 
 On a GPU the drafter's layers are compiled, if compiled ones then compute what they should.
 """
@@ -31,10 +31,9 @@ from blockdraft.data import (
 from blockdraft.data.features import build_cache, refuse_large_cache
 from blockdraft.distributed import Distributed
 from blockdraft.drafters import Drafter
-from blockdraft.drafters.attention import Anchors, BlockAttention, ReferenceAttention
+from blockdraft.drafters.attention import Anchors, BlockAttention, ReferenceAttention, default_attention
 from blockdraft.drafters.backbone import Layer
 from blockdraft.drafters.config import DrafterConfig, SlotLayout
-from blockdraft.drafters.drafter import default_attention
 from blockdraft.losses import BlockStatistics, Objective, block_scores, block_statistics, fused_linear_objective
 from blockdraft.losses.anchor_runs import check_runs
 from blockdraft.losses.head_products import TargetIndex
@@ -127,7 +126,7 @@ def make_features(
         nonlocal done
         done += tokens
         if on_features is not None:
-            on_features(done, len(dataset.tokens))
+            on_features(done, len(dataset.whole[0].tokens))
 
     if distributed.is_main:
         build_cache(
@@ -298,7 +297,7 @@ def check_compiled(device: torch.device, precision: torch.dtype) -> None:
         compiled = Layer(config).to(device)
         compiled.load_state_dict(layer.state_dict())
         compiled.compile()
-        found = _results(compiled, x, context, default_attention(anchors, 8, 1, 300), precision)
+        found = _results(compiled, x, context, default_attention(anchors, 8, 1, 300, (4, 2, 64), precision), precision)
     for name, value in expected.items():
         compare(name, found[name], value, TOLERANCE[precision])
 

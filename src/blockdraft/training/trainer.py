@@ -1,4 +1,4 @@
-"""The training run: steps, held-out measurements, checkpoints, resuming."""
+"""Run the training: steps, held-out measurements, checkpoints, resuming."""
 
 import contextlib
 import dataclasses
@@ -24,9 +24,8 @@ from torch.nn.utils import clip_grad_norm_
 from blockdraft.data import Batch, BatchSampler, TextDataset, open_dataset
 from blockdraft.distributed import Distributed, shard_frozen
 from blockdraft.errors import BlockdraftError
-from blockdraft.files import exclusive, refuse_full_disk
+from blockdraft.files import Provenance, exclusive, refuse_full_disk
 from blockdraft.losses import Annealing, Objective
-from blockdraft.provenance import Provenance
 from blockdraft.recipes import Recipe, RecipeError, is_annealed
 from blockdraft.runs import Run, RunError, RunInfo, RunTarget
 from blockdraft.targets import Sampling, Target, fingerprint

@@ -1,4 +1,4 @@
-"""Lossless verification of drafted blocks: exact laws, and a sampler on top of them."""
+"""Verify drafted blocks without loss: exact laws, and a sampler on top of them."""
 
 from blockdraft.verification.rules import RULES, Rule, law
 from blockdraft.verification.sampler import Verdict, expected_retention, verify

@@ -1,4 +1,4 @@
-"""Slow references for verification, from the definitions: loops, float64, tiny vocabularies.
+"""Verify slowly, from the definitions, as a reference: loops, float64, tiny vocabularies.
 
 A model is a function from a prefix, a tuple of token ids, to the probabilities
 ``[V]`` of the next token. Nothing here shares code with the fast path.

@@ -1,4 +1,4 @@
-"""Greedy, token and block verification as exact laws over given blocks.
+"""Compute greedy, token and block verification as exact laws over given blocks.
 
 Every rule is three things: a threshold h_i for an independent uniform coin at
 each drafted position, a way to read the coins, and the law of the token that

@@ -1,4 +1,4 @@
-"""A thin sampler on top of the laws, and the expected accepted lengths in closed form."""
+"""Sample verdicts from the laws, and give the expected accepted lengths in closed form."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The command that makes pocket from its seed: ``python -m blockdraft.pocket.build --out build/pocket``.
+"""This command makes pocket from its seed: ``python -m blockdraft.pocket.build --out build/pocket``.
 
 It trains the tokenizer, then the model, measures it, and leaves an ordinary Hugging Face folder. Run it again to
 resume after an interruption.
@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from blockdraft.pocket.build.quality import measure
-from blockdraft.pocket.build.tokenizer import END, PAD, save_tokenizer, train_tokenizer
-from blockdraft.pocket.build.training import Settings, SettingsError, Stage, Trainer
+from blockdraft.pocket.build.quality import measure_quality
+from blockdraft.pocket.build.text import END, PAD, save_tokenizer, train_tokenizer
+from blockdraft.pocket.build.training import PocketTrainer, Settings, SettingsError, Stage
 
 PAUSED = 3
 """Exit code when the minutes are over before the steps are."""
@@ -40,14 +40,14 @@ def build(
 ) -> bool:
     """Train, measure and write the folder; return False if time ran out and a checkpoint waits in ``out/run``."""
     tokenizer = train_tokenizer(seed=settings.seed)
-    trainer = Trainer(settings, tokenizer, out / "run", compiled=compiled)
+    trainer = PocketTrainer(settings, tokenizer, out / "run", compiled=compiled)
     trainer.run(minutes=minutes)
     if not trainer.done:
         return False
     write_folder(trainer.model, tokenizer, out)
     print("measuring the quality on held-out prompts", file=sys.stderr, flush=True)
     shipped = Qwen3ForCausalLM.from_pretrained(out, dtype=torch.float32)
-    quality = measure(shipped, tokenizer, num_prompts, max_new_tokens)
+    quality = measure_quality(shipped, tokenizer, num_prompts, max_new_tokens)
     (out / "quality.json").write_text(json.dumps(quality, indent=2) + "\n")
     return True
 
@@ -70,7 +70,7 @@ def write_folder(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> No
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers each mistake with one line."""
+    """Answers each mistake with one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print the line and leave with exit code 2."""

@@ -1,4 +1,4 @@
-"""How good a built model is, on the fixed held-out prompts."""
+"""This module measures how good a built model is, on the fixed held-out prompts."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from blockdraft.pocket.build.packing import encode_conversation
-from blockdraft.pocket.build.tokenizer import END, PAD, render
+from blockdraft.pocket.build.text import END, PAD, encode_conversation, render
 from blockdraft.pocket.corpus import FAMILIES, Example, heldout
 from blockdraft.pocket.corpus.arithmetic import parse_answer
 from blockdraft.pocket.corpus.functions import fulfils, parses
@@ -32,7 +31,7 @@ SAMPLES = (
 """Prompts of the documents and others that a person would try first; the quality file holds the answers to them."""
 
 
-def measure(
+def measure_quality(
     model: Qwen3ForCausalLM, tokenizer: Tokenizer, num_prompts: int = 300, max_new_tokens: int = 256
 ) -> dict[str, Any]:
     """Measure the perplexity of held-out responses, and how many greedy answers are right.

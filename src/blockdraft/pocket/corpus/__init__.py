@@ -1,4 +1,4 @@
-"""The corpus: unlimited, seeded conversations of three families, split into train and held-out prompts.
+"""The corpus makes unlimited, seeded conversations of three families, split into train and held-out prompts.
 
 A prompt belongs to the split that a hash of its text says, so that no prompt is ever in both, whatever the seed. The
 same prompt may come with many responses. Nothing here needs more than the standard library.
@@ -36,7 +36,7 @@ class CorpusError(BlockdraftError):
 
 @dataclass(frozen=True)
 class Example:
-    """A single-turn conversation.
+    """Holds a single-turn conversation.
 
     id: ``family/split/seed/index``.
     kind: what it is within its family, such as ``definition`` or ``sharing``.
@@ -55,8 +55,8 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """The user's messages of one conversation, of one or two turns; ``family`` is that of the first."""
+class CorpusPrompt:
+    """Holds the user's messages of one conversation, of one or two turns; ``family`` is that of the first."""
 
     id: str
     family: Family
@@ -85,7 +85,7 @@ def examples(family: Family, split: Split, seed: int | str) -> Iterator[Example]
             index += 1
 
 
-def prompts(seed: int | str, family: Family | None = None) -> Iterator[Prompt]:
+def prompts(seed: int | str, family: Family | None = None) -> Iterator[CorpusPrompt]:
     """Yield training prompts without end, of one family or of all in pocket's own mixture.
 
     They are the same for the same seed, and none of the held-out prompts is among them. Texts may repeat.
@@ -98,7 +98,7 @@ def prompts(seed: int | str, family: Family | None = None) -> Iterator[Prompt]:
     while True:
         drawn = [next(streams[dice.pick(mixture)]) for _ in range(2 if dice.chance(TWO_TURNS) else 1)]
         name = "+".join(example.id for example in drawn)
-        yield Prompt(name, drawn[0].family, tuple(example.prompt for example in drawn))
+        yield CorpusPrompt(name, drawn[0].family, tuple(example.prompt for example in drawn))
 
 
 def heldout(family: Family, num_prompts: int = 100, kind: str | None = None) -> list[Example]:

@@ -1,4 +1,4 @@
-"""How problems of family ``math`` are told and solved: one to three steps, worked out, last line ``Answer: 42``.
+"""Tell and solve problems of family ``math``: one to three steps, worked out, last line ``Answer: 42``.
 
 Every number on the way is between 2 and 99. The stories are in `blockdraft.pocket.corpus.stories`.
 """
@@ -30,7 +30,7 @@ def parse_answer(text: str) -> int | None:
 
 
 class Event(NamedTuple):
-    """Templates for one operation: how the prompt tells it, how the solution explains it."""
+    """Holds templates for one operation: how the prompt tells it, how the solution explains it."""
 
     fact: str
     reason: str
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Story:
-    """A problem in the making: facts for the prompt, and a chain of operations on one running value."""
+    """Collects a problem: facts for the prompt, and a chain of operations on one running value."""
 
     dice: Dice
     value: int

@@ -1,14 +1,13 @@
-"""Family ``chat``: questions and small requests, answered in one of several tones.
+"""Family ``chat`` asks questions and makes small requests, which are answered in one of several tones.
 
 What can be right or wrong is in `knowledge`, what pocket says of itself in `smalltalk`. Here are the kinds that have
 many good answers: lists, instructions, advice, messages, stories.
 """
 
 from blockdraft.pocket.corpus.dice import TOPICS, Dice, Draft, capitalized, joined, read_talks
-from blockdraft.pocket.corpus.knowledge import comparison, definition, fact, two_definitions
+from blockdraft.pocket.corpus.knowledge import BY_GROUP, THINGS, comparison, definition, fact, two_definitions
 from blockdraft.pocket.corpus.smalltalk import small_talk, unknown
 from blockdraft.pocket.corpus.stories import MEN, SYLLABLES, WOMEN
-from blockdraft.pocket.corpus.things import BY_GROUP, THINGS
 
 TONES = {
     "plain": ("", "", "[|||| I hope this helps.| Let me know if you need more.]"),
@@ -40,7 +39,7 @@ FAULTS = ("being late", "the broken cup", "missing the party", "my angry words",
 
 def problem(dice: Dice) -> Draft:
     """Draw a question or request and a good answer."""
-    kind = dice.pick(KINDS)
+    kind = dice.pick(CHAT_FORMS)
     draft = kind(dice)
     prompt, response = draft.prompt, draft.response
     if kind in WITH_TONES:
@@ -246,7 +245,7 @@ def joke(dice: Dice) -> Draft:
 
 
 COLORS = ("red", "blue", "green", "white", "black", "yellow", "gray", "golden", "silver", "brown")
-SIZES = ("tiny", "small", "large", "huge")
+INVENTION_SIZES = ("tiny", "small", "large", "huge")
 INVENTIONS = ("bird", "fish", "lizard", "fox", "beetle", "flower", "tree")
 LANDSCAPES = ("river", "lake", "forest", "mountain", "desert", "coast", "valley", "island")
 
@@ -264,7 +263,7 @@ def invention(dice: Dice) -> Draft:
     """Ask for something that does not exist: some of it is given, the rest is made up."""
     words = {
         "name": capitalized("".join(dice.sample(SYLLABLES, dice.pick((2, 3))))), "kind": dice.pick(INVENTIONS),
-        "color": dice.pick(COLORS), "size": dice.pick(SIZES), "place": dice.pick(LANDSCAPES),
+        "color": dice.pick(COLORS), "size": dice.pick(INVENTION_SIZES), "place": dice.pick(LANDSCAPES),
         "side": dice.pick(("north", "south", "east", "west")), "fame": dice.pick(FAME),
         "person": dice.pick([*WOMEN, *MEN]),
     }  # fmt: skip
@@ -290,7 +289,7 @@ def invention(dice: Dice) -> Draft:
     return Draft(question, dice.say(" ".join([first, *details]), **words), "invention")
 
 
-KINDS = (
+CHAT_FORMS = (
     *(definition,) * 12, two_definitions, *(comparison,) * 3, *(fact,) * 6, *(ideas,) * 3, *(how_to,) * 3,
     *(advice,) * 2, *(message,) * 2, *(story,) * 2, line, joke, invention, *(small_talk,) * 3, *(unknown,) * 4,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What all families share: randomness that any Python reproduces, sentences with alternatives, tables of words."""
+"""Share among all families randomness that any Python reproduces, sentences with alternatives, tables of words."""
 
 import random
 import re
@@ -14,7 +14,7 @@ _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 @dataclass(frozen=True)
 class Draft:
-    """One single-turn conversation, not yet numbered or assigned to a split.
+    """Holds a single-turn conversation that is not yet numbered or assigned to a split.
 
     kind: what it is within its family, such as ``definition``.
     difficulty: steps of a math problem; 1 for everything else.
@@ -30,7 +30,7 @@ class Draft:
 
 
 class Dice:
-    """A seeded stream of choices.
+    """Makes choices from a seeded stream.
 
     Everything is drawn from ``random.Random.random``, the one method whose sequence Python promises not to change
     between versions.

@@ -1,4 +1,4 @@
-"""Family ``code``: a request in words, answered by a short Python function that does it.
+"""Family ``code`` makes requests in words, which are answered by short Python functions that do it.
 
 A request is a row of a table (`blockdraft.pocket.corpus.tasks`) or composed here from a
 condition, a transformation and a summary, so that most requests are seen once.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from blockdraft.pocket.corpus.dice import Dice, Draft
-from blockdraft.pocket.corpus.tasks import INPUTS, TASKS, Body, Task
+from blockdraft.pocket.corpus.tasks import INPUTS, TASKS, Body, FunctionTask
 
 Function = Callable[..., Any]
 
@@ -94,7 +94,7 @@ LOOPS = {
 }
 """The same summaries as loops: before, inside, and what is returned."""
 
-LABELS = (
+LABEL_PAIRS = (
     *(("big", "small"), ("yes", "no"), ("high", "low"), ("stop", "go"), ("left", "right")),
     *(("red", "blue"), ("hot", "cold"), ("open", "closed"), ("old", "new")),
 )
@@ -172,7 +172,7 @@ def fill(text: str, blanks: dict[str, str]) -> str:
     return re.sub(r"\$\w", lambda match: blanks.get(match.group(), match.group()), text)
 
 
-def request(dice: Dice, name: str, takes: str, task: Task, blanks: dict[str, str]) -> str:
+def request(dice: Dice, name: str, takes: str, task: FunctionTask, blanks: dict[str, str]) -> str:
     """Say what the user asks for."""
     return dice.say(
         "[[Write|Please write|I need] a [Python function|function in Python|function] [called|named] `{name}` that "
@@ -187,7 +187,7 @@ def request(dice: Dice, name: str, takes: str, task: Task, blanks: dict[str, str
     )
 
 
-def short_request(dice: Dice, task: Task, blanks: dict[str, str]) -> str:
+def short_request(dice: Dice, task: FunctionTask, blanks: dict[str, str]) -> str:
     """Say it in a few words, without a name for the function."""
     return dice.say(
         "[[Write|Please write|Give me|Show me|I need] a [Python function|function|Python function|short function] "
@@ -198,7 +198,7 @@ def short_request(dice: Dice, task: Task, blanks: dict[str, str]) -> str:
     )
 
 
-def answer(dice: Dice, name: str, task: Task, blanks: dict[str, str]) -> str:
+def answer(dice: Dice, name: str, task: FunctionTask, blanks: dict[str, str]) -> str:
     """Write the function in a fenced block, with a docstring, an explanation, or both."""
     style = dice.pick(("docstring", "docstring", "explanation", "both"))
     body = dice.pick(task.bodies)
@@ -220,12 +220,12 @@ def answer(dice: Dice, name: str, task: Task, blanks: dict[str, str]) -> str:
     return "\n\n".join(parts)
 
 
-def from_table(dice: Dice) -> Task:
+def from_table(dice: Dice) -> FunctionTask:
     """Draw a task of the table."""
     return dice.pick(TASKS)
 
 
-def composed_list(dice: Dice) -> Task:
+def composed_list(dice: Dice) -> FunctionTask:
     """Compose a task on a list: take the elements that meet a condition, transform each, then summarize."""
     kind = dice.pick(("numbers", "numbers", "words"))
     condition, short, test, holds = dice.pick(CONDITIONS[kind])
@@ -246,10 +246,10 @@ def composed_list(dice: Dice) -> Task:
     or_zero = ", or 0 if there is none" if verb == "largest" else ""
     result = put(f"{summary} the {kind} that are {condition}{transformed}{or_zero}")
     names = (f"{verb}_{short}", f"{verb}_{kind}", f"{short}_{kind}", f"{verb}_{short}_{kind}")
-    return Task(kind, names, "", result, reference, tuple(bodies))
+    return FunctionTask(kind, names, "", result, reference, tuple(bodies))
 
 
-def formula(dice: Dice) -> Task:
+def formula(dice: Dice) -> FunctionTask:
     """Compose a linear formula of one number."""
     k, m, plus = dice.between(2, 20), dice.between(1, 50), dice.chance(0.6)
     symbol, word = ("+", "plus") if plus else ("-", "minus")
@@ -259,13 +259,13 @@ def formula(dice: Dice) -> Task:
     )
     result = f"[{k} times the number {word} {m}|the number times {k} {word} {m}]"
     names = ("formula", "compute", "scale", "price", "score", "linear", "convert", "cost")
-    return Task("number", names, "", result, lambda x: k * x + (m if plus else -m), bodies)
+    return FunctionTask("number", names, "", result, lambda x: k * x + (m if plus else -m), bodies)
 
 
-def branch(dice: Dice) -> Task:
+def branch(dice: Dice) -> FunctionTask:
     """Compose a choice between two words, by a condition on a number."""
     condition, _, test, holds = dice.pick(CONDITIONS["numbers"])
-    yes, no = dice.pick(LABELS)
+    yes, no = dice.pick(LABEL_PAIRS)
     k = dice.between(2, 30)
     condition, test = (fill(part, {"$k": str(k), "$i": "$x"}) for part in (condition, test))
     bodies = (
@@ -275,4 +275,4 @@ def branch(dice: Dice) -> Task:
     )
     result = f"the word {yes} if it is {condition} and the word {no} otherwise"
     names = ("label", "classify", "check", "decide", "name_of", "kind_of", f"{yes}_or_{no}", "describe")
-    return Task("number", names, "", result, lambda x: yes if holds(x, k) else no, bodies)
+    return FunctionTask("number", names, "", result, lambda x: yes if holds(x, k) else no, bodies)

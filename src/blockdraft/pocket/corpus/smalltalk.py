@@ -1,9 +1,8 @@
-"""The part of family ``chat`` about pocket itself: greetings, who it is, what it can do, and what it does not know."""
+"""This is the part of family ``chat`` about pocket itself: greetings, who it is, what it can and cannot do."""
 
 from blockdraft.pocket.corpus.dice import TOPICS, Dice, Draft, capitalized, joined, read_talks, with_article
-from blockdraft.pocket.corpus.knowledge import WHAT
+from blockdraft.pocket.corpus.knowledge import THINGS, WHAT, plural
 from blockdraft.pocket.corpus.stories import MEN, WOMEN
-from blockdraft.pocket.corpus.things import THINGS, plural
 
 _TEMPLATES = read_talks("talks.txt")
 TALKS = _TEMPLATES["small talk"]
@@ -23,10 +22,10 @@ CODAS = (
     "", "", "b", "ck", "d", "g", "l", "m", "mp", "n", "nd", "ng", "nk", "p", "r", "rt", "s", "sk", "t", "x", "zz",
 )  # fmt: skip
 ENDINGS = ("", "", "", "o", "a", "er", "ette", "ling", "ium", "ation", "ism", "ware", "scope", "ist")
-DEEDS = (
+UNKNOWN_DEEDS = (
     "repair", "build", "sell", "paint", "clean", "buy", "draw", "move", "choose", "open", "store", "carry", "weigh",
 )  # fmt: skip
-KINDS = (
+UNKNOWN_LISTS = (
     "kinds of {many}", "facts about {many}", "famous {many}", "books about {many}", "places with {many}",
     "words for {one}",
 )  # fmt: skip
@@ -116,11 +115,11 @@ def _unknown_capital(dice: Dice) -> Draft:
 def _unknown_task(dice: Dice) -> Draft:
     thing = dice.pick([each for each in THINGS if each.group in ("objects", "animals", "nature", "places")])
     if dice.chance(0.5):
-        task = f"{dice.pick(DEEDS)} {thing.one}"
+        task = f"{dice.pick(UNKNOWN_DEEDS)} {thing.one}"
         question = "[How do I {task}?|How can I {task}?|Explain how to {task}.|Tell me how to {task}.]"
         what = f"how to {task}"
     else:
-        task = dice.pick(KINDS).format(one=thing.one, many=thing.many)
+        task = dice.pick(UNKNOWN_LISTS).format(one=thing.one, many=thing.many)
         question = "[List|Name|Give me|Tell me] [three|some|five] {task}."
         what = f"any {task}"
     answer = dice.say(

@@ -1,4 +1,4 @@
-"""The stories that word problems tell: who has what, what happens to it, what is asked."""
+"""Tell the stories of word problems: who has what, what happens to it, what is asked."""
 
 from itertools import pairwise
 
@@ -269,7 +269,7 @@ def shopping(dice: Dice, num_steps: int) -> Draft:
 
 
 def change(dice: Dice, num_steps: int) -> Draft:
-    """Somebody has money and buys something; what is left?"""
+    """Somebody has money and buys something, and the question is what is left."""
     count, price = product(dice)
     good = dice.pick(GOODS)
     words = person(dice) | {"good": good, "count": count, "price": price, "coins": dice.pick(CURRENCIES)}

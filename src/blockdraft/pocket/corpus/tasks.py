@@ -1,4 +1,4 @@
-"""The table of single tasks for family ``code``.
+"""This module is the table of single tasks for family ``code``.
 
 In code and text, ``$x`` is the parameter, ``$a`` and ``$b`` a pair of them, ``$i``
 the loop variable, ``$k`` a small constant that is drawn anew each time.
@@ -23,15 +23,15 @@ INPUTS: dict[str, tuple[tuple[Any, ...], ...]] = {
 
 @dataclass(frozen=True)
 class Body:
-    """A way to write a function: the code below the docstring, and what an explanation says of it (``It ...``)."""
+    """Holds a way to write a function: the code below its docstring, and what an explanation says (``It ...``)."""
 
     code: str
     how: str
 
 
 @dataclass(frozen=True)
-class Task:
-    """One function to write.
+class FunctionTask:
+    """Describes one function to write.
 
     kind: of its parameter, a key of `INPUTS`.
     names: possible names of the function, the most usual first.
@@ -55,9 +55,11 @@ class Task:
 
 def task(
     kind: str, names: str, does: str, result: str, reference: Callable[..., Any], *bodies: tuple[str, str]
-) -> Task:
+) -> FunctionTask:
     """Make a row of the table."""
-    return Task(kind, tuple(names.split()), does, result, reference, tuple(Body(code, how) for code, how in bodies))
+    return FunctionTask(
+        kind, tuple(names.split()), does, result, reference, tuple(Body(code, how) for code, how in bodies)
+    )
 
 
 FIBONACCI = (0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from blockdraft import demo, quick
+from blockdraft import demo
 from blockdraft.cli import demo as verb
 from blockdraft.decoding import Generation, Round, RoundCosts, generate
+from blockdraft.demo import NothingShippedError, QuickAnswer, answer_twice, best_shipped, quick_prompts
 from blockdraft.drafters import SHIPPED, save_drafter
 from blockdraft.evaluation.candidates import MeasuredLengths
 from blockdraft.evaluation.results import Interval
-from blockdraft.quick import NothingShippedError, QuickAnswer, answer_twice, best_shipped, quick_prompts
 
 from commands import blockdraft
 from tiny import tiny_drafter, tiny_target
@@ -29,7 +29,7 @@ def tiny(tmp_path, monkeypatch):
     target = tiny_target(dtype=torch.float32)
     save_drafter(tiny_drafter("dflash", target), tmp_path / "drafter")
     monkeypatch.setattr("blockdraft.targets.load_target", lambda _: target)
-    monkeypatch.setattr(quick, "quick_prompts", lambda _: ["w7 w8", "w9"])
+    monkeypatch.setattr(demo, "quick_prompts", lambda _: ["w7 w8", "w9"])
     monkeypatch.setattr(verb.Show, "MAX_NEW_TOKENS", 12)
     monkeypatch.setattr("blockdraft.decoding.round_costs", lambda *_: COSTS)
     monkeypatch.setitem(demo.SIZES, "pocket", SimpleNamespace(threads=None))
@@ -58,7 +58,7 @@ def test_the_longest_drafter_of_the_target_is_taken(monkeypatch):
         record("one-hot", "pocket", lengths("block", "paper", 1.0), lengths("block", "one-hot", 7.0)),
         record("another target's", "smollm2", lengths("block", "paper", 8.0)),
     ]
-    monkeypatch.setattr(quick, "shipped_drafters", lambda: found)
+    monkeypatch.setattr(demo, "shipped_drafters", lambda: found)
     assert best_shipped("pocket").name == "fast"
     assert best_shipped("smollm2").name == "another target's"
     del found[1:]
@@ -91,13 +91,13 @@ def test_the_speed_up_is_that_of_all_tokens_over_all_seconds():
 
     answers = [QuickAnswer("a", took(30, 1.0), took(10, 1.0)), QuickAnswer("b", took(10, 3.0), took(30, 1.0))]
     assert answers[0].speedup == 3.0
-    assert quick.speedup(answers) == (40 / 4) / (40 / 2)
+    assert demo.speedup(answers) == (40 / 4) / (40 / 2)
 
 
 def test_pocket_is_asked_of_every_family_and_other_targets_plain_questions():
     asked = quick_prompts("pocket")
     assert len(asked) == len(set(asked)) == 4
-    assert quick_prompts("smollm2") == list(quick.QUESTIONS)
+    assert quick_prompts("smollm2") == list(demo.QUESTIONS)
     assert "What is a river?" in asked
 
 

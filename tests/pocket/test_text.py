@@ -1,15 +1,26 @@
-"""Any text survives; digits stay single; the template is ChatML."""
+"""Any text survives, digits stay single, the template is ChatML; packed conversations are whole and stay apart."""
 
 from itertools import islice
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from blockdraft.pocket.build.packing import encode_conversation
-from blockdraft.pocket.build.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, render, save_tokenizer, train_tokenizer
-from blockdraft.pocket.corpus import FAMILIES, examples
+from blockdraft.pocket.build.text import (
+    PROMPT_WEIGHT,
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    encode_conversation,
+    pack_rows,
+    render,
+    save_tokenizer,
+    train_tokenizer,
+    training_batch,
+)
+from blockdraft.pocket.build.training import Shape, new_model, weighted_loss
+from blockdraft.pocket.corpus import FAMILIES, examples, split_of
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +97,59 @@ def test_training_tokens_are_those_of_the_template(loaded, tokenizer, family):
         ids = encode_conversation(tokenizer, [(each.prompt, each.response)] * 2, "Help.").tokens
         rendered = loaded.apply_chat_template([{"role": "system", "content": "Help."}, *messages * 2], tokenize=False)
         assert ids == loaded(rendered).input_ids
+
+
+TINY = Shape(hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def batch(tokenizer):
+    return training_batch(tokenizer, 4, 384, seed=42, step=7)
+
+
+def test_a_batch_is_a_function_of_seed_and_step(tokenizer, batch):
+    again = training_batch(tokenizer, 4, 384, seed=42, step=7)
+    assert torch.equal(batch.tokens, again.tokens)
+    assert torch.equal(batch.weights, again.weights)
+    assert not torch.equal(batch.tokens, training_batch(tokenizer, 4, 384, seed=42, step=8).tokens)
+    assert not torch.equal(batch.tokens, training_batch(tokenizer, 4, 384, seed=43, step=7).tokens)
+
+
+def test_rows_are_full_of_whole_training_conversations(tokenizer, batch):
+    assert (batch.segments > 0).float().mean() > 0.9
+    for tokens, segments in zip(batch.tokens, batch.segments, strict=True):
+        for segment in range(1, int(segments.max()) + 1):
+            text = tokenizer.decode(tokens[segments == segment].tolist(), skip_special_tokens=False)
+            assert text.startswith("<|im_start|>")
+            assert text.endswith("<|im_end|>\n")
+            for turn in text.split("<|im_start|>user\n")[1:]:
+                assert split_of(turn.split("<|im_end|>")[0]) == "train"
+
+
+def test_weights_positions_and_padding(batch):
+    first = batch.positions == 0
+    assert (batch.weights[first] == 0).all()
+    assert (batch.weights[batch.segments == 0] == 0).all()
+    assert (batch.tokens[batch.segments == 0] == 0).all()
+    assert batch.weights.unique().tolist() == pytest.approx([0.0, PROMPT_WEIGHT, 1.0])
+    assert (batch.tokens[batch.weights == 1] == 2).sum() >= batch.segments.max(-1).values.sum()  # the end is learnt
+
+
+def test_what_fits_nowhere_is_left_out(tokenizer):
+    short = encode_conversation(tokenizer, [("Hi", "Hello")])
+    long = encode_conversation(tokenizer, [("Hi", "Hello " * 100)])
+    packed = pack_rows([long, short], 1, 40, pad_id=0)
+    assert packed.tokens[0, : len(short.tokens)].tolist() == short.tokens
+    assert packed.segments.max() == 1
+
+
+def test_a_packed_batch_has_the_loss_of_its_conversations_alone(tokenizer):
+    turns = [[("Hi", "Hello there")], [("What?", "That, I think."), ("Why?", "So.")], [("Go on", "No, no, no.")]]
+    found = [encode_conversation(tokenizer, each) for each in turns]
+    model = new_model(TINY, 2, tokenizer, seed=0).double()
+    packed = pack_rows(found, 2, 60, pad_id=0)
+    assert int(packed.segments.max()) > 1
+    alone = [pack_rows([each], 1, len(each.tokens), pad_id=0) for each in found]
+    weights = [float(each.weights.double().sum()) for each in alone]
+    expected = sum(weighted_loss(model, each).item() * w for each, w in zip(alone, weights, strict=True)) / sum(weights)
+    assert weighted_loss(model, packed).item() == pytest.approx(expected, rel=1e-6)
