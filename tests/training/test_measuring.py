@@ -13,6 +13,8 @@ from blockdraft.training import step as loader_module
 from blockdraft.training.measuring import Rates
 from blockdraft.training.step import PrefetchingLoader
 
+from tiny import tiny_drafter, tiny_target
+
 
 def rates(monkeypatch, *, device="cpu", peak_tflops=None):
     """Measure 4 steps of 30 blocks in 8 seconds, 2 of them spent waiting, on two devices that hold 3 GiB."""
@@ -27,6 +29,23 @@ def rates(monkeypatch, *, device="cpu", peak_tflops=None):
     made = Rates(distributed, loader, 624e12, peak_tflops)
     loader.seconds_waited = 7.0
     return made.measure(4, 30.0)
+
+
+class Texts(list):
+    """Texts of the token 7, with prompts of these lengths."""
+
+    def __init__(self, *lengths):
+        super().__init__(torch.full((each + 2,), 7) for each in lengths)
+        self.prompt_lengths = lengths
+
+
+def test_prompts_are_decoded_as_far_as_the_context_reaches():
+    """A prompt of 500 tokens leaves 8 of 512 positions besides a block of 4, one of 509 leaves none."""
+    target = tiny_target()
+    drafter = tiny_drafter("dflash", target)
+    found = measuring.DecodedPrompts(Texts(500, 509), 2, target, 1.0, 0).measure(drafter)
+    assert 1 <= found["decoded_length_block"] <= 5
+    assert measuring.DecodedPrompts(Texts(509), 1, target, 1.0, 0).measure(drafter) == {}
 
 
 def test_rates(monkeypatch):

@@ -225,6 +225,7 @@ def inspect(
     The exit code is 2 if they were not.
     """
     from blockdraft.cli.inspection import DataSummary
+    from blockdraft.cli.progress import Stages
     from blockdraft.data import DataError, check_sampling, open_dataset, read_manifest
     from blockdraft.targets import load_target
 
@@ -233,7 +234,12 @@ def inspect(
     paths = open_dataset(folder, model, partial=True)
     if len(paths) == 0:
         raise DataError(f"{folder} has no rows yet")
-    law = check_sampling(paths, model, num_tokens=tokens, seed=seed) if check else None
+    law = None
+    if check:
+        with Stages() as stages:
+            stages.show("checking texts", 0, 1)
+            law = check_sampling(paths, model, num_tokens=tokens, seed=seed)
+            stages.show("checking texts", 1, 1)
     report = DataSummary(folder, paths, model, law)
     if as_json:
         print_json(report.to_dict())
