@@ -102,7 +102,7 @@ class TestFinding:
         run = tmp_path / "run"
         for seed, name in enumerate(("best", "checkpoint")):
             save_drafter(tiny_drafter("dflash", target, seed=seed), run / name)
-        with pytest.raises(CheckpointError, match=r"has checkpoints but no run\.json.* name a checkpoint: .*/run/best"):
+        with pytest.raises(CheckpointError, match=r"has checkpoints but no run\.json.* name one of them: .*/run/best"):
             find_drafter(run)
         (run / "run.json").write_text("{}")
         assert find_drafter(run) == run / "best"

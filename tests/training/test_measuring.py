@@ -39,12 +39,19 @@ class Texts(list):
         self.prompt_lengths = lengths
 
 
-def test_prompts_are_decoded_as_far_as_the_context_reaches():
+def test_prompts_are_decoded_as_far_as_the_context_reaches(monkeypatch):
     """A prompt of 500 tokens leaves 8 of 512 positions besides a block of 4, one of 509 leaves none."""
-    target = tiny_target()
+    target, budgets, generate = tiny_target(), [], measuring.generate
+
+    def record(*models_and_prompt, max_new_tokens, **options):
+        budgets.append(max_new_tokens)
+        return generate(*models_and_prompt, max_new_tokens=max_new_tokens, **options)
+
+    monkeypatch.setattr(measuring, "generate", record)
     drafter = tiny_drafter("dflash", target)
-    found = measuring.DecodedPrompts(Texts(500, 509), 2, target, 1.0, 0).measure(drafter)
-    assert 1 <= found["decoded_length_block"] <= 5
+    found = measuring.DecodedPrompts(Texts(500, 509, 3), 3, target, 1.0, 0).measure(drafter)
+    assert budgets == [8, measuring.DECODED_TOKENS]
+    assert set(found) == {"decoded_length_block", "decoded_text"}
     assert measuring.DecodedPrompts(Texts(509), 1, target, 1.0, 0).measure(drafter) == {}
 
 

@@ -107,7 +107,7 @@ def _best(folder: Path) -> Path:
     found = next((folder / name for name in BEST_FIRST if (folder / name / CONFIG).exists()), None)
     if found is not None and not (folder / RUN).exists():
         raise CheckpointError(
-            f"{folder} has checkpoints but no {RUN}, so nobody knows of what; put it back, or name a checkpoint: {found}"
+            f"{folder} has checkpoints but no {RUN}, so nobody knows of what; put it back, or name one of them: {found}"
         )
     return found or folder
 
