@@ -26,6 +26,7 @@ def story(tmp_path_factory):
 def test_from_prompts_to_a_drafter(story):
     shown = blockdraft("data", "inspect", "d", "--samples", 1, cwd=story)
     assert shown.code == 0, shown.err
+    assert shown.err.startswith("checking texts: 0/1")
     assert "<|im_start|>user" in shown.out
     assert "as sampled at temperature 1 over the whole vocabulary" in shown.out
     small = ["data.path=d", "data.num_heldout=4", "batch.num_anchors=16", "optimizer.max_steps=3"]

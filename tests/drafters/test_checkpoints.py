@@ -102,6 +102,9 @@ class TestFinding:
         run = tmp_path / "run"
         for seed, name in enumerate(("best", "checkpoint")):
             save_drafter(tiny_drafter("dflash", target, seed=seed), run / name)
+        with pytest.raises(CheckpointError, match=r"has checkpoints but no run\.json.* name one of them: .*/run/best"):
+            find_drafter(run)
+        (run / "run.json").write_text("{}")
         assert find_drafter(run) == run / "best"
         best = load_file(run / "best" / "model.safetensors")
         assert torch.equal(load_drafter(run, target).fc.weight, best["fc.weight"])

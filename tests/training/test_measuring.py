@@ -13,6 +13,8 @@ from blockdraft.training import step as loader_module
 from blockdraft.training.measuring import Rates
 from blockdraft.training.step import PrefetchingLoader
 
+from tiny import tiny_drafter, tiny_target
+
 
 def rates(monkeypatch, *, device="cpu", peak_tflops=None):
     """Measure 4 steps of 30 blocks in 8 seconds, 2 of them spent waiting, on two devices that hold 3 GiB."""
@@ -27,6 +29,30 @@ def rates(monkeypatch, *, device="cpu", peak_tflops=None):
     made = Rates(distributed, loader, 624e12, peak_tflops)
     loader.seconds_waited = 7.0
     return made.measure(4, 30.0)
+
+
+class Texts(list):
+    """Texts of the token 7, with prompts of these lengths."""
+
+    def __init__(self, *lengths):
+        super().__init__(torch.full((each + 2,), 7) for each in lengths)
+        self.prompt_lengths = lengths
+
+
+def test_prompts_are_decoded_as_far_as_the_context_reaches(monkeypatch):
+    """A prompt of 500 tokens leaves 8 of 512 positions besides a block of 4, one of 509 leaves none."""
+    target, budgets, generate = tiny_target(), [], measuring.generate
+
+    def record(*models_and_prompt, max_new_tokens, **options):
+        budgets.append(max_new_tokens)
+        return generate(*models_and_prompt, max_new_tokens=max_new_tokens, **options)
+
+    monkeypatch.setattr(measuring, "generate", record)
+    drafter = tiny_drafter("dflash", target)
+    found = measuring.DecodedPrompts(Texts(500, 509, 3), 3, target, 1.0, 0).measure(drafter)
+    assert budgets == [8, measuring.DECODED_TOKENS]
+    assert set(found) == {"decoded_length_block", "decoded_text"}
+    assert measuring.DecodedPrompts(Texts(509), 1, target, 1.0, 0).measure(drafter) == {}
 
 
 def test_rates(monkeypatch):

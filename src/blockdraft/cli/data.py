@@ -230,6 +230,7 @@ def inspect(
     The check is whether its tokens were sampled from the target at temperature 1 over the whole vocabulary.
     The exit code is 2 if they were not.
     """
+    from blockdraft.cli.progress import Stages
     from blockdraft.data import DataError, check_sampling, open_dataset, read_manifest
     from blockdraft.targets import load_target
 
@@ -238,7 +239,12 @@ def inspect(
     texts = open_dataset(folder, model, partial=True)
     if len(texts) == 0:
         raise DataError(f"{folder} has no rows yet")
-    sampling = check_sampling(texts, model, num_tokens=tokens, seed=seed) if check else None
+    sampling = None
+    if check:
+        with Stages() as stages:
+            stages.show("checking texts", 0, 1)
+            sampling = check_sampling(texts, model, num_tokens=tokens, seed=seed)
+            stages.show("checking texts", 1, 1)
     report = DataSummary(folder, texts, model, sampling)
     if as_json:
         print_json(report.to_dict())

@@ -62,6 +62,7 @@ def doctor(
     It reads folders of blockdraft, z-lab, DeepSpec and speculators, checks all that is known to go wrong without an
     error, and measures predicted tokens per call under the plausible readings of each ambiguous field.
     """
+    from blockdraft.cli.progress import Stages
     from blockdraft.data import read_prompts
     from blockdraft.doctor import examine
     from blockdraft.drafters import CheckpointError, find_drafter
@@ -75,10 +76,13 @@ def doctor(
     if name is None:
         raise typer.BadParameter("the drafter's folder does not say which target it is for", param_hint="--target")
     model = load_target(name, device=device, dtype=precision(dtype))
-    found = examine(
-        drafter, model, data=data, prompts=asked, num_texts=texts, max_new_tokens=max_new_tokens, seed=seed,
-        measure=measure,
-    )  # fmt: skip
+    with Stages() as stages:
+        stages.show("examining the drafter", 0, 1)
+        found = examine(
+            drafter, model, data=data, prompts=asked, num_texts=texts, max_new_tokens=max_new_tokens, seed=seed,
+            measure=measure,
+        )  # fmt: skip
+        stages.show("examining the drafter", 1, 1)
     if as_json:
         print_json(found.to_dict())
     else:

@@ -26,6 +26,8 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 HOLDS = f"a drafter's folder holds {CONFIG} and {WEIGHTS}"
 BEST_FIRST = ("best", "checkpoint")
 """What a run's folder calls the checkpoint that did best on held-out texts, and the last one."""
+RUN = "run.json"
+"""What says of a folder that it is a run's."""
 
 SHIPPED_FOLDER = Path(__file__).parent / "shipped"
 SHIPPED: dict[str, Path] = {file.parent.name: file.parent for file in sorted(SHIPPED_FOLDER.glob(f"*/{CONFIG}"))}
@@ -102,7 +104,12 @@ def _best(folder: Path) -> Path:
     """Return the best checkpoint of a run's folder, and any other folder as it is."""
     if (folder / CONFIG).exists():
         return folder
-    return next((folder / name for name in BEST_FIRST if (folder / name / CONFIG).exists()), folder)
+    found = next((folder / name for name in BEST_FIRST if (folder / name / CONFIG).exists()), None)
+    if found is not None and not (folder / RUN).exists():
+        raise CheckpointError(
+            f"{folder} has checkpoints but no {RUN}, so nobody knows of what; put it back, or name one of them: {found}"
+        )
+    return found or folder
 
 
 def _download(repository: str) -> Path:

@@ -15,6 +15,7 @@ import torch
 
 from blockdraft.data import BatchSampler, Features, OnlineFeatures, TextDataset, collate, partition
 from blockdraft.decoding import generate
+from blockdraft.decoding.request import room
 from blockdraft.distributed import Distributed
 from blockdraft.drafters import Drafter
 from blockdraft.losses import BlockStatistics, objective
@@ -137,14 +138,20 @@ class DecodedPrompts:
     def measure(self, drafter: Drafter) -> dict[str, Any]:
         """Return the tokens retained per verification call, pooled over the prompts, and the first text."""
         drafter.eval()
-        found = [
-            generate(
-                self.target, drafter, prompt, temperature=self.temperature, max_new_tokens=DECODED_TOKENS,
+        found = []
+        for number, prompt in enumerate(self.prompts):
+            fits = room(self.target, drafter, len(prompt))
+            budget = DECODED_TOKENS if fits is None else min(DECODED_TOKENS, fits)
+            if budget < 1:
+                continue  # the prompt fills the context: nothing can be drafted behind it
+            out = generate(
+                self.target, drafter, prompt, temperature=self.temperature, max_new_tokens=budget,
                 seed=self.seed + number, cuda_graphs=False,  # training needs the memory, and new weights new graphs
-            )
-            for number, prompt in enumerate(self.prompts)
-        ]  # fmt: skip
+            )  # fmt: skip
+            found.append(out)
         drafter.train()
+        if not found:
+            return {}
         rounds = [each for out in found for each in out.rounds]
         length = sum(len(each.tokens) for each in rounds) / max(1, len(rounds))
         return {"decoded_length_block": length, "decoded_text": found[0].text}
@@ -194,6 +201,11 @@ class HeldOut:
             covered = coverage(texts, ids.cpu().numpy(), target.vocab_size, config.num_proposals)
         features = OnlineFeatures(target, config.target_layers, None if ids is None else temperature)
         blocks = HeldOutBlocks(texts, logging.heldout_blocks, config.num_proposals, recipe.seed, features, temperature)
+        if logging.decode_prompts > len(texts):
+            raise RecipeError(
+                f"logging.decode_prompts is {logging.decode_prompts}, and {len(texts)} texts are held out; "
+                "set it lower, or data.num_heldout higher"
+            )
         if logging.decode_prompts and distributed.is_main:
             decoded = DecodedPrompts(texts, logging.decode_prompts, target, temperature, recipe.seed)
         return cls(blocks, decoded, covered, drafter, distributed, lockstep)
