@@ -163,7 +163,7 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
 
         return stop
 
-    for stage in ("training", "evaluations"):
+    for stage in ("training", "evaluation"):
         with pytest.raises(StopError):
             Study(study, "parts", num_jobs=1, on_progress=stop_in(stage)).run()
     parts = Study(study, "parts").run()

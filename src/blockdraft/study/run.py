@@ -168,14 +168,15 @@ class Study:
             unfinished.write_text(text, encoding="utf-8")
 
     def _train(self, seed: int) -> None:
-        cells = self.recipe.cells
-        left = [cell for cell in cells if cell.seed == seed and not self.is_trained(cell)]
+        cells = [cell for cell in self.recipe.cells if cell.seed == seed]
+        left = [cell for cell in cells if not self.is_trained(cell)]
 
         def show() -> None:
-            done = sum(self.steps_done(cell)[0] for cell in cells)
-            known = [of for _, of in map(self.steps_done, cells) if of]
+            steps = [self.steps_done(cell) for cell in cells]
+            known = [of for _, of in steps if of]
             of = round(sum(known) / len(known) * len(cells)) if known else len(cells)
-            self.on_progress("training, steps of all cells", done, max(of, done), 0)
+            done = sum(done for done, _ in steps)
+            self.on_progress(f"training, seed {seed}, steps of {len(cells)} cells", done, max(of, done), 0)
 
         cached = [cell for cell in reversed(left) if cell.recipe.data.features == "cached"]
         builders = {self.cache_folder(cell): cell.name for cell in cached}  # the first builds what the others read
@@ -184,12 +185,11 @@ class Study:
             self._run(turn, self.num_jobs, show)
 
     def _evaluate(self, seed: int) -> None:
-        targets = list(self.recipe.targets)
-        done, of = self.recipe.seeds.index(seed) * len(targets), len(self.recipe.seeds) * len(targets)
+        stage, targets = f"evaluation, seed {seed}", list(self.recipe.targets)
         for number, target in enumerate(targets):
-            self.on_progress("evaluations", done + number, of, 0)
+            self.on_progress(stage, number, len(targets), 0)
             self._run([self.evaluation_job(target, seed)], 1, lambda: None)
-        self.on_progress("evaluations", done + len(targets), of, 0)
+        self.on_progress(stage, len(targets), len(targets), 0)
 
     def _run(self, jobs: Sequence[Job], num_at_once: int, show: Callable[[], None]) -> None:
         """Run commands, some at once; if one fails, the others are told to save and stop."""
