@@ -117,13 +117,14 @@ def test_a_spread_over_seeds_is_students():
 
 def test_seeds_are_trained_evaluated_and_reported_one_after_the_other(tmp_path, monkeypatch):
     (tmp_path / "s.yaml").write_text(TINY)
-    study = Study(load_study(tmp_path / "s.yaml", ["seeds=[1,2]", "targets.pocket.data=data"]), tmp_path / "out")
+    study = Study(load_study(tmp_path / "s.yaml", ["seeds=[1,2]"]), tmp_path / "out")
     done = []
     monkeypatch.setattr(Study, "_run", lambda _self, jobs, *_: done.extend(job.name for job in jobs))
     monkeypatch.setattr(Study, "evaluation_job", lambda _self, target, seed: Job(f"evaluate {target} {seed}", []))
     monkeypatch.setattr(run_module, "summarize", lambda recipe, _out: done.append(f"report of {recipe.seeds}"))
     study.run()
     assert done == [
+        "prompts for pocket", "data for pocket",
         "pocket-dflash-ce-seed1", "pocket-dflash-bv-seed1", "evaluate pocket 1", "report of [1]",
         "pocket-dflash-ce-seed2", "pocket-dflash-bv-seed2", "evaluate pocket 2", "report of [1, 2]",
     ]  # fmt: skip
