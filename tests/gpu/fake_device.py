@@ -82,6 +82,8 @@ NO_LAUNCH = {
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
 WAITS = {
     "nonzero",
     "unique_consecutive",
@@ -133,6 +135,11 @@ class Tally(TorchDispatchMode):
             return 0.0 if value.is_floating_point() else False if value.dtype is torch.bool else 0
         if on_device and (name in WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None)):
             self.waits[_caller()] += 1
+        if name in INDEXING and args[0].device.type == "cuda":
+            for index in args[1]:  # one that lies on the host is sent each time, and waited for
+                if isinstance(index, torch.Tensor) and index.device.type == "cpu":
+                    self.copies[_caller()] += 1
+                    self.blocking[_caller()] += 1
         for x in tensors if name in ("_to_copy", "copy_") else ():
             x.constant = None  # a known value would be copied to the device for real
         result = func(*args, **kwargs)
