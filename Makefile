@@ -24,7 +24,7 @@ DOCS_PIP := $(DOCS)/bin/python -m pip --disable-pip-version-check --quiet instal
 DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 
 # prose that the formatter keeps: not pages with formulas, which it would break, nor those that are made from the code
-MARKDOWN := README.md CONTRIBUTING.md CHANGELOG.md $(filter-out docs/theory/% docs/reference/recipe-fields.md \
+MARKDOWN := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard datasets/*/README.md) $(filter-out docs/theory/% docs/reference/recipe-fields.md \
   docs/reference/command-line.md, $(wildcard docs/*.md docs/*/*.md))
 
 .PHONY: help install demo lint format docs reference check test fuzz test-engines test-kernels test-gpu example bench pins \
