@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli.options import precision
+from blockdraft.cli.options import near_target, precision
 
 if TYPE_CHECKING:
     from blockdraft.export import EngineNote
@@ -45,6 +45,7 @@ def export(
     target: Annotated[
         str | None,
         typer.Option(
+            callback=near_target,
             help="The drafter's target: pocket, smollm2, a Hugging Face id or a folder.",
             show_default="the one of the run that the drafter lies in",
         ),
@@ -104,7 +105,12 @@ def export(
 
 def export_target(
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="The target: pocket, smollm2, a Hugging Face id or a folder.")
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            callback=near_target,
+            help="The target: pocket, smollm2, a Hugging Face id or a folder.",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The new folder to write.")],
     dtype: Dtype = None,
