@@ -77,7 +77,7 @@ reference: $(INSTALLED) ## write the reference pages that are made from the code
 test: lint docs ## lint, the documentation site, and all tests
 	$(BIN)/pytest
 
-fuzz: $(INSTALLED) ## bad input for every verb and file, 2,300 cases, and three times the kills: 20 minutes of a core
+fuzz: $(INSTALLED) ## bad input for every verb and file, 2,400 cases, and three times the kills: 20 minutes of a core
 	PYTHONPATH=tests:tests/data:tests/training OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --scale 2
 	BLOCKDRAFT_KILLS=3 $(BIN)/pytest -n 0 -m kill
 

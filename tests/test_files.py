@@ -112,6 +112,8 @@ class Sizes(BaseModel):
         (b"[" * 100_000, "is damaged: it is nested too deeply"),
         (b'{"width": NaN}', "is damaged: NaN is not a number"),
         (b'{"width": 1, "width": 2}', "is damaged: the key 'width' stands twice"),
+        (b'{"width": "\\ud800"}', "is damaged: it holds half of a character"),
+        (b'{"\\udc00": 1}', "is damaged: it holds half of a character"),
         (b"[]", "is damaged: Input should be"),
         (b'{"width": "x"}', "is damaged: width: Input should be a valid integer"),
         (b'{"width": 1, "depth": 2}', "is damaged: depth: Extra inputs are not permitted"),
@@ -131,6 +133,8 @@ def test_a_good_file_is_read(tmp_path):
     (tmp_path / "sizes.json").write_text('{"width": 3}')
     assert read_model(tmp_path / "sizes.json", Sizes, BlockdraftError) == Sizes(width=3)
     assert read_json(tmp_path / "sizes.json", BlockdraftError) == {"width": 3}
+    (tmp_path / "pair.json").write_text('"\\ud83d\\ude42 \\u001b"')
+    assert read_json(tmp_path / "pair.json", BlockdraftError) == "🙂 \x1b"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes of POSIX")

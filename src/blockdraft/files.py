@@ -51,10 +51,17 @@ def read_bytes(path: Path) -> bytes:
 def parse_json(content: bytes) -> Any:
     """Parse JSON; a ``ValueError`` says in one line what is wrong with it.
 
-    That includes what Python would take: NaN and infinity, a key that stands twice, and nesting without end.
+    That includes what Python would take: NaN and infinity, a key that stands twice, nesting without end, and half of a
+    character, which could not be written or shown again.
     """
     try:
-        return json.loads(content.decode(), parse_constant=_no_number, object_pairs_hook=_single_keys)
+        text = content.decode()
+        values = json.loads(text, parse_constant=_no_number, object_pairs_hook=_single_keys)
+        if "\\u" in text:
+            json.dumps(values, ensure_ascii=False).encode()
+        return values
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half of a character, a lone surrogate") from error
     except UnicodeDecodeError as error:
         raise ValueError("it is not UTF-8 text") from error
     except RecursionError as error:

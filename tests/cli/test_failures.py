@@ -194,6 +194,28 @@ def test_a_mistake_in_the_command_line_is_one_line_with_the_way_to_its_help(run,
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "hi", "--target"],
+        ["data", "regenerate", "--prompts", "p.jsonl", "--out", "d", "--target"],
+        ["data", "inspect", "d", "--target"],
+        ["evaluate", "--drafter", "x", "--out", "e", "--target"],
+        ["doctor", "x", "--target"],
+        ["export", "x", "--out", "e", "--target"],
+        ["export-target", "--out", "e"],
+    ],
+)
+def test_a_misspelt_target_is_answered_before_pytorch_is_imported(arguments):
+    words = ["blockdraft", *arguments, "poket"]
+    script = f"import sys; sys.argv = {words!r}\nimport atexit\n"
+    script += "atexit.register(lambda: print('torch' in sys.modules))\nfrom blockdraft.cli import main; main()"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "False\n")
+    assert ended.stderr.count("\n") == 1
+    assert "poket: no such target or folder; did you mean pocket?" in ended.stderr
+
+
 def test_no_verb_at_all_shows_the_help(run):
     code, out, err = run()
     assert code == 2

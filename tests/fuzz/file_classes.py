@@ -336,6 +336,7 @@ YAML = {
         f"{key}: &{key} [{','.join([f'*{above}'] * 9)}]\n" for above, key in zip("abcde", "bcdef", strict=True)
     ),
     "an integer without end": "seed: " + "9" * 5000 + "\n", "sexagesimal": "seed: 1:99:99\n",
+    "half of a character": 'target: {name: "\\ud800"}\n', "half of a key": '"\\U0000dfff": 1\n',
     "nesting": "seed: " + "[" * 3000,
 }  # fmt: skip
 

@@ -74,6 +74,7 @@ LIES: dict[str, Answer] = {
     "an end in the middle": _choice(token_ids=[7, 0, 7]), "finish null": _choice(finish_reason=None),
     "finish tool_calls": _choice(finish_reason="tool_calls"), "finish 7": _choice(finish_reason=7),
     "stopped elsewhere": _choice(stop_reason="\n"), "text only": _choice(token_ids=None, text="w7 w8"),
+    "half of a character": _choice(token_ids=None, text="w7 \ud800"),
     "text of another type": _choice(token_ids=None, text=7), "a prompt of another length": _usage(prompt_tokens=999),
     "a prompt of other tokens": _choice(prompt_token_ids=[1, 2]), "usage of text": _usage(prompt_tokens="4"),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from blockdraft.cli.options import (
     TopK,
     TopP,
     finite,
+    near_target,
     precision,
     print_json,
 )
@@ -213,7 +214,11 @@ def inspect(
     folder: Annotated[Path, typer.Argument(help="A folder that data regenerate has written, complete or not.")],
     target: Annotated[
         str | None,
-        typer.Option(help="The model whose answers these should be.", show_default="the one that the folder names"),
+        typer.Option(
+            callback=near_target,
+            help="The model whose answers these should be.",
+            show_default="the one that the folder names",
+        ),
     ] = None,
     device: Device = None,
     dtype: Dtype = None,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli.options import AsJson, Device, Dtype, Seed, precision, print_json
+from blockdraft.cli.options import AsJson, Device, Dtype, Seed, near_target, precision, print_json
 
 if TYPE_CHECKING:
     from blockdraft.doctor import Diagnosis
@@ -24,6 +24,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="MODEL",
+            callback=near_target,
             help="The target it should draft for: pocket, smollm2, a Hugging Face id or a folder.",
             show_default="the one of the run that the drafter lies in, or of a shipped drafter",
         ),

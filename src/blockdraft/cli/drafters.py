@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli.options import AsJson, precision, print_json
+from blockdraft.cli.options import AsJson, near_target, precision, print_json
 
 if TYPE_CHECKING:
     from blockdraft.evaluation.candidates import ShippedDrafter
@@ -91,6 +91,7 @@ def export(
     target: Annotated[
         str | None,
         typer.Option(
+            callback=near_target,
             help="The drafter's target: pocket, smollm2, a Hugging Face id or a folder.",
             show_default="the one of the run that the drafter lies in",
         ),
@@ -160,7 +161,12 @@ def export(
 
 def export_target(
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="The target: pocket, smollm2, a Hugging Face id or a folder.")
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            callback=near_target,
+            help="The target: pocket, smollm2, a Hugging Face id or a folder.",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The new folder to write.")],
     dtype: StoredDtype = None,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from blockdraft.names import misspelt_target
+
 if TYPE_CHECKING:
     import torch
 
@@ -49,11 +51,20 @@ def seed_range(value: int) -> int:
     return value
 
 
+def near_target(value: str | None) -> str | None:
+    """Refuse a misspelt name of an embedded target at once, before the seconds that importing PyTorch takes."""
+    meant = None if value is None else misspelt_target(value)
+    if meant is not None:
+        raise typer.BadParameter(f"{value}: no such target or folder; did you mean {meant}?")
+    return value
+
+
 TargetName = Annotated[
     str,
     typer.Option(
         "--target",
         metavar="MODEL",
+        callback=near_target,
         help="The target model: pocket or smollm2, which are embedded, a Hugging Face id, or a local folder.",
     ),
 ]

@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -158,6 +159,8 @@ class _StrictLoader(yaml.SafeLoader):
 
 def _read_yaml(text: str, where: str) -> Any:
     try:
+        if re.search(r"\\(u|U0000)[dD][89a-fA-F]", text):
+            raise ValueError("an escape stands for half of a character, a lone surrogate")
         return yaml.load(text, _StrictLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         reason = getattr(error, "problem", None) or (str(error).splitlines() or [type(error).__name__])[0]

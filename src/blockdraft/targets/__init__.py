@@ -1,8 +1,9 @@
 """Show frozen language models the way a drafter needs them."""
 
+from blockdraft.names import EMBEDDED
 from blockdraft.targets.attention import Span
 from blockdraft.targets.cache import BatchedKVCache, KVCache
-from blockdraft.targets.loading import EMBEDDED, TargetShape, as_target, load_target, target_shape
+from blockdraft.targets.loading import TargetShape, as_target, load_target, target_shape
 from blockdraft.targets.sampling import Sampling
 from blockdraft.targets.target import (
     DTYPES,

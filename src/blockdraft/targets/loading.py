@@ -1,6 +1,5 @@
 """Load targets by name: embedded ones, Hugging Face ids, local folders; and tell their sizes before that."""
 
-import difflib
 import importlib.util
 import logging
 import socket
@@ -25,11 +24,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from blockdraft.distributed import choose_device
 from blockdraft.errors import BlockdraftError, first_line, is_out_of_memory
+from blockdraft.names import EMBEDDED, misspelt_target
 from blockdraft.pocket import MODEL_FOLDER
 from blockdraft.targets.target import Target, UnsupportedTargetError, choose_layers
 
 POCKET_FOLDER = MODEL_FOLDER
-EMBEDDED = ("pocket", "smollm2")
 
 SECONDS_FOR_THE_HUB = 5.0
 """How long the Hugging Face Hub may take to take a call."""
@@ -163,9 +162,9 @@ def _source(name: str) -> str | Path:
         raise UnsupportedTargetError(f"{name} is a file; a target is a folder with config.json, weights and tokenizer")
     if folder.is_absolute() or name.startswith((".", "~")):
         raise UnsupportedTargetError(f"{name}: no such folder")
-    near = difflib.get_close_matches(name.lower(), EMBEDDED, n=1)
-    if near:
-        raise UnsupportedTargetError(f"{name}: no such target or folder; did you mean {near[0]}?")
+    near = misspelt_target(name)
+    if near is not None:
+        raise UnsupportedTargetError(f"{name}: no such target or folder; did you mean {near}?")
     if not _is_cached(name):
         refuse_unreachable_hub(name, UnsupportedTargetError)
     return name
