@@ -1,13 +1,14 @@
-"""The doctor on drafters that were really trained: the shipped ones, in folders that are spoilt in one way each."""
+"""The doctor on a drafter that was really trained, the shipped one, in folders that are spoilt in one way each."""
 
 import importlib
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from blockdraft.doctor import examine
-from blockdraft.drafters import find_drafter
+from blockdraft.drafters import DrafterConfig, build_drafter, find_drafter, save_drafter
 from blockdraft.targets import load_target
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools"))
@@ -32,6 +33,16 @@ def test_what_needs_no_measurement_is_seen_without_one(tmp_path, pocket, each):
     assert {check for check in each.checks if not check.endswith("measured")} - said == set()
     if each.words == "nothing":
         assert said == set()
+
+
+@pytest.mark.parametrize("each", table.DSPARK, ids=lambda e: e.words[8:40])
+def test_the_same_for_dspark_whose_weights_do_not_matter_here(tmp_path, pocket, each):
+    drafter = build_drafter(DrafterConfig.for_target("dspark", pocket, num_layers=1, markov_rank=4))
+    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)
+    save_drafter(drafter, tmp_path / "untrained")
+    found = examine(table.spoil(tmp_path / "untrained", pocket, each, tmp_path / "p"), pocket, measure=False)
+    said = {line.check for line in found.findings if line.level != "ok"}
+    assert said == {check for check in each.checks if not check.endswith("measured")}
 
 
 @pytest.mark.slow

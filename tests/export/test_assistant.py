@@ -15,7 +15,7 @@ from tiny import FAMILIES, overfit, tiny_drafter, tiny_target
 PROMPT = [7, 8, 9, 21]
 
 
-@pytest.fixture(scope="module", params=["pocket", pytest.param("smollm2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["pocket"])
 def embedded(request):
     """An embedded target, a prompt, and a drafter that knows its greedy answer by heart."""
     target = load_target(request.param)
