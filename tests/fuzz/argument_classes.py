@@ -165,7 +165,7 @@ def fields(dice: random.Random, scale: int) -> Iterator[Case]:
     ):
         yield command(dice.choice(("recipes show", "estimate", "train", "study")), text)
 
-    yield command("train", "logging.decode_prompts=10", says="4 texts are held out")
+    yield command("train", "logging.decode_prompts=10", says="4 held-out")
 
 
 def _number_fields() -> list[tuple[str, str]]:

@@ -201,11 +201,6 @@ class HeldOut:
             covered = coverage(texts, ids.cpu().numpy(), target.vocab_size, config.num_proposals)
         features = OnlineFeatures(target, config.target_layers, None if ids is None else temperature)
         blocks = HeldOutBlocks(texts, logging.heldout_blocks, config.num_proposals, recipe.seed, features, temperature)
-        if logging.decode_prompts > len(texts):
-            raise RecipeError(
-                f"logging.decode_prompts is {logging.decode_prompts}, and {len(texts)} texts are held out; "
-                "set it lower, or data.num_heldout higher"
-            )
         if logging.decode_prompts and distributed.is_main:
             decoded = DecodedPrompts(texts, logging.decode_prompts, target, temperature, recipe.seed)
         return cls(blocks, decoded, covered, drafter, distributed, lockstep)
