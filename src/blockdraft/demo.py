@@ -210,6 +210,9 @@ class Demo:
 
 
 QUICK_WARM_UP_TOKENS = 8
+QUICK_TEMPERATURE = 0.7
+"""The temperature of the quick demonstration, a usual one for chats: at 1, a model as small as pocket goes astray."""
+
 QUESTIONS = (
     "What is a river?",
     "Write a Python function that returns the largest number of a list.",
@@ -291,7 +294,7 @@ def answer_twice(
     on_round: Callable[[Round], None] | None = None,
     on_answer: Callable[[QuickAnswer], None] | None = None,
 ) -> list[QuickAnswer]:
-    """Answer every prompt with the drafter and alone, at temperature 1 under block verification.
+    """Answer every prompt with the drafter and alone, at `QUICK_TEMPERATURE` under block verification.
 
     The two take turns, prompt by prompt, so that whatever slows the machine slows both; neither is timed before it has
     run once.
@@ -308,17 +311,21 @@ def answer_twice(
         on_answer: called with each prompt's two answers.
     """
     for small in (drafter, None):
-        generate(target, small, prompts[0], max_new_tokens=QUICK_WARM_UP_TOKENS, seed=seed)
+        generate(
+            target, small, prompts[0], temperature=QUICK_TEMPERATURE, max_new_tokens=QUICK_WARM_UP_TOKENS, seed=seed
+        )
     answers = []
     for number, prompt in enumerate(prompts):
         if on_prompt is not None:
             on_prompt(prompt)
         drafted = generate(
-            target, drafter, prompt, draft_temperature=draft_temperature, max_new_tokens=max_new_tokens,
-            seed=seed + number, on_round=on_round,
+            target, drafter, prompt, temperature=QUICK_TEMPERATURE, draft_temperature=draft_temperature,
+            max_new_tokens=max_new_tokens, seed=seed + number, on_round=on_round,
             num_proposals=None if costs is None else AdaptiveProposals(costs),
         )  # fmt: skip
-        alone = generate(target, None, prompt, max_new_tokens=max_new_tokens, seed=seed + number)
+        alone = generate(
+            target, None, prompt, temperature=QUICK_TEMPERATURE, max_new_tokens=max_new_tokens, seed=seed + number
+        )
         answers.append(QuickAnswer(prompt, drafted, alone))
         if on_answer is not None:
             on_answer(answers[-1])
