@@ -79,7 +79,8 @@ def test_answers_are_those_of_generate_and_their_speeds_are_pooled(tiny):
     assert seen == ["w7 w8", answers[0], "w9", answers[1]]
     for number, answer in enumerate(answers):
         for small, found in ((drafter, answer.drafted), (None, answer.alone)):
-            assert found.tokens == generate(target, small, answer.prompt, max_new_tokens=9, seed=4 + number).tokens
+            options = {"temperature": demo.QUICK_TEMPERATURE, "max_new_tokens": 9, "seed": 4 + number}
+            assert found.tokens == generate(target, small, answer.prompt, **options).tokens
     assert len(rounds) == sum(1 + len(each.drafted.rounds) for each in answers)
     adaptive = answer_twice(target, drafter, ["w7 w8"], costs=COSTS, max_new_tokens=9, seed=4)
     assert {len(each.drafted) for each in adaptive[0].drafted.rounds} == {1}
