@@ -15,7 +15,7 @@ from tiny import FAMILIES, overfit, tiny_drafter, tiny_target
 PROMPT = [7, 8, 9, 21]
 
 
-@pytest.fixture(scope="module", params=["pocket"])
+@pytest.fixture(scope="module", params=["pocket", pytest.param("smollm2", marks=pytest.mark.slow)])
 def embedded(request):
     """An embedded target, a prompt, and a drafter that knows its greedy answer by heart."""
     target = load_target(request.param)
@@ -56,7 +56,8 @@ def test_greedy_text_of_embedded_targets(embedded):
     ours = generate(target, drafter, prompt, rule="greedy", max_new_tokens=24)
     tokens, num_rounds = decode(target, drafter, prompt, 24, do_sample=False)
     assert tokens == ours.tokens
-    assert num_rounds == len(ours.rounds) < len(ours.tokens) / 1.5
+    assert num_rounds == len(ours.rounds)
+    assert num_rounds < len(ours.tokens) / (1.5 if target.name == "pocket" else 1.0)  # so some proposals were accepted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,7 +101,7 @@ def test_sampled_blocks_are_accepted_as_under_our_token_rule(embedded, monkeypat
     for seed in range(8):
         torch.manual_seed(seed)
         decode(target, drafter, prompt, 24, do_sample=True)
-    assert expected > 10
+    assert expected > (10 if target.name == "pocket" else 5)  # smollm2's drafter has learnt less in its 40 steps
     assert abs(total - expected) / variance**0.5 < 4
 
 

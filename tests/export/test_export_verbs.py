@@ -15,6 +15,7 @@ from blockdraft.export import export_target
 from blockdraft.export.folders import readable_config
 from blockdraft.targets import DTYPES, fingerprint, load_target
 
+from runs import make_data, target, train
 from tiny import tiny_drafter, tiny_target
 
 
@@ -124,11 +125,18 @@ def test_weights_are_written_as_they_are_stored(folders, run, dtype):
     assert all(torch.equal(again[name], tensor) for name, tensor in written.items())
 
 
-def test_a_runs_folder_is_exported_by_its_best_checkpoint(folders, run):
-    (folders / "run").mkdir()
-    (folders / "checkpoint").rename(folders / "run" / "best")
-    arguments = ("--format", "flat", "--out", folders / "out", "--target", folders / "target")
-    assert run("export", folders / "run", *arguments)[0] == 0
+def test_a_runs_folder_is_exported_by_its_best_checkpoint(tmp_path, run):
+    train(make_data(tmp_path / "data"), tmp_path / "run", "optimizer.max_steps=2", "drafter.kind=dspark")
+    target().save(tmp_path / "target")
+    arguments = ("--format", "flat", "--out", tmp_path / "out", "--target", tmp_path / "target")
+    assert run("export", tmp_path / "run", *arguments)[0] == 0
+    code, text, _ = run("export", "--check", tmp_path / "out", tmp_path / "run" / "best", *arguments[-2:])
+    assert code == 0
+    assert "bit for bit" in text
+    (tmp_path / "run" / "run.json").unlink()
+    code, _, err = run("export", tmp_path / "run", *arguments, "--force")
+    assert code == 2
+    assert "has checkpoints but no run.json" in err
 
 
 def test_a_drafter_of_another_target_is_not_exported(folders, run):

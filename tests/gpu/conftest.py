@@ -49,7 +49,7 @@ def pytest_sessionfinish():
 
 def _machine():
     """Say where this ran."""
-    from blockdraft.provenance import package_version
+    from blockdraft.files import package_version
 
     packages = ("blockdraft", "torch", "triton", "transformers")
     about = {"python": platform.python_version(), "cuda": torch.version.cuda, "devices": []}

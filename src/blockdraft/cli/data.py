@@ -342,6 +342,11 @@ class DataSummary:
 
 
 def _check_paths(source: str, out: Path, heldout_out: Path) -> None:
+    for name, path in (("--out", out), ("--heldout-out", heldout_out)):
+        try:
+            path.resolve()
+        except (OSError, RuntimeError) as error:  # before Python 3.13 a link to itself is a RuntimeError
+            raise typer.BadParameter(f"{path} cannot be followed: its links lead nowhere", param_hint=name) from error
     if out.resolve() == heldout_out.resolve():
         raise typer.BadParameter(f"{out} is the file for the kept prompts", param_hint="--heldout-out")
     for name, path in (("--out", out), ("--heldout-out", heldout_out)):
