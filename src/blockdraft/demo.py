@@ -218,7 +218,7 @@ QUESTIONS = (
     "Write a Python function that returns the largest number of a list.",
     "A train leaves at 9 and arrives at 11:30. How long does it travel?",
 )
-"""What any instruction-tuned target can answer; pocket is asked some of its held-out prompts instead."""
+"""Any instruction-tuned target can answer these; pocket is asked some of its held-out prompts instead."""
 
 
 class NothingShippedError(BlockdraftError):

@@ -27,7 +27,7 @@ HOLDS = f"a drafter's folder holds {CONFIG} and {WEIGHTS}"
 BEST_FIRST = ("best", "checkpoint")
 """What a run's folder calls the checkpoint that did best on held-out texts, and the last one."""
 RUN = "run.json"
-"""What says of a folder that it is a run's."""
+"""This file says of a folder that it is a run's."""
 
 SHIPPED_FOLDER = Path(__file__).parent / "shipped"
 SHIPPED: dict[str, Path] = {file.parent.name: file.parent for file in sorted(SHIPPED_FOLDER.glob(f"*/{CONFIG}"))}

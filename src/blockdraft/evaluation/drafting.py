@@ -35,7 +35,7 @@ STREAM = "evaluate"
 """The random stream of decoding, which is not that of the target's own texts."""
 
 DYNAMICS = 5
-"""What this random stream is for, beside those of the data."""
+"""This number tells the random stream from those of the data."""
 
 TokenNumbers = dict[str, float]
 TAIL = 8
