@@ -14,8 +14,7 @@ import torch
 from typer.main import get_command
 
 from blockdraft.cli.app import app
-from blockdraft.data.manifest import Identity, Manifest, ShardRecord
-from blockdraft.data.manifest import Provenance as DataProvenance
+from blockdraft.data.manifest import DataProvenance, Identity, Manifest, ShardRecord
 from blockdraft.drafters import DrafterConfig
 from blockdraft.evaluation import results
 from blockdraft.evaluation.candidates import MeasuredLengths, Measurement, ShippedDrafter, TrainingTexts

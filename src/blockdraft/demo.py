@@ -24,7 +24,7 @@ from blockdraft.data import (
     regenerate,
     write_prompts,
 )
-from blockdraft.data.selection import draw, pocket_prompts
+from blockdraft.data.selection import pocket_prompts, select_generated
 from blockdraft.decoding import AdaptiveProposals, Generation, Round, RoundCosts, generate
 from blockdraft.drafters import Drafter, DrafterConfig
 from blockdraft.errors import BlockdraftError
@@ -120,7 +120,7 @@ class Demo:
         """Let the target answer prompts of pocket's corpus."""
         file = self.out / "prompts.jsonl"
         if not file.exists():
-            write_prompts({file: draw(pocket_prompts(seed=0), num=self.size.num_prompts).kept})
+            write_prompts({file: select_generated(pocket_prompts(seed=0), num=self.size.num_prompts).kept})
         settings = GenerationSettings(max_new_tokens=self.size.max_new_tokens, max_length=768)
         done = 0
 

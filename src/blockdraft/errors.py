@@ -1,4 +1,13 @@
-"""Define the one base class of everything a user can get wrong, and tell other packages' errors in one line."""
+"""Define the one base class of everything a user can get wrong, and help to say in one line what it was.
+
+This module is imported before anything slow is, so that a mistake in the command line is answered at once.
+"""
+
+import difflib
+from pathlib import Path
+
+EMBEDDED = ("pocket", "smollm2")
+"""The targets that come with the package, or in a package of their own."""
 
 
 class BlockdraftError(ValueError):
@@ -13,6 +22,14 @@ def first_line(error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     plain = isinstance(error, OSError | ValueError | ImportError) and " " in text
     return text if plain else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def misspelt_target(name: str) -> str | None:
+    """Return the embedded target that a name seems to mean; None if it is right, far from any, or somebody's folder."""
+    near = difflib.get_close_matches(name.lower(), EMBEDDED, n=1)
+    if not near or name in EMBEDDED or name.startswith((".", "~")) or Path(name).exists():
+        return None
+    return near[0]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

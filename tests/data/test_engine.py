@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockdraft.data import Conversation, EngineError, GenerationSettings, LocalEngine, Prompt
-from blockdraft.data.engine import draw
+from blockdraft.data.engine import tokens_at
 from blockdraft.decoding import generate
 from blockdraft.targets import Sampling
 
@@ -39,15 +39,15 @@ def test_each_token_has_its_own_share_of_the_unit_interval(counts, seed):
         if counts[token]:
             width = float(probs[0, token])
             points = float(ends[token]) - width * torch.tensor([1 - 1e-9, 0.5, 1e-9], dtype=torch.float64)
-            assert draw(probs.expand(3, -1), points.clamp(0, 1 - 2**-53)).tolist() == [token] * 3
+            assert tokens_at(probs.expand(3, -1), points.clamp(0, 1 - 2**-53)).tolist() == [token] * 3
     uniform = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    assert (probs[0, draw(probs.expand(50, -1), uniform)] > 0).all()
+    assert (probs[0, tokens_at(probs.expand(50, -1), uniform)] > 0).all()
 
 
 def test_the_ends_of_the_unit_interval_are_tokens_of_positive_probability():
     probs = torch.tensor([[0.0, 0.0, 0.25, 0.0, 0.75, 0.0, 0.0]], dtype=torch.float32)
-    assert draw(probs, torch.tensor([0.0], dtype=torch.float64)).tolist() == [2]
-    assert draw(probs, torch.tensor([1 - 2**-53], dtype=torch.float64)).tolist() == [4]
+    assert tokens_at(probs, torch.tensor([0.0], dtype=torch.float64)).tolist() == [2]
+    assert tokens_at(probs, torch.tensor([1 - 2**-53], dtype=torch.float64)).tolist() == [4]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
@@ -142,7 +142,7 @@ def test_bad_settings_are_refused():
 
 def test_probabilities_that_are_not_numbers_are_refused():
     with pytest.raises(EngineError, match="not numbers"):
-        draw(torch.tensor([[0.5, torch.nan]]), torch.tensor([0.5], dtype=torch.float64))
+        tokens_at(torch.tensor([[0.5, torch.nan]]), torch.tensor([0.5], dtype=torch.float64))
 
 
 def test_a_conversation_that_the_template_refuses_is_dropped_and_the_others_go_on():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockdraft.data.prompts import Dropped, Prompt, PromptError
-from blockdraft.data.selection import Limits, draw, select, text_key
+from blockdraft.data.selection import Limits, select, select_generated, text_key
 
 WORDS = st.sampled_from(["a", "b", "c", "A", "a b", " a  B", "c\nd"])
 ROWS = st.lists(
@@ -154,16 +154,16 @@ def test_drawing_takes_new_prompts_as_they_come():
     texts = ["a", "b", "A", "c", "b", "d", "e"]
     stream = [Prompt(str(index), (text,)) for index, text in enumerate(texts)]
     stream.insert(3, Prompt("two", ("a", "again")))
-    chosen = draw(stream, num=2, heldout=2)
+    chosen = select_generated(stream, num=2, heldout=2)
     assert keys(chosen.heldout) == ["a", "b"]
     assert keys(chosen.kept) == ["c", "d"]
     assert chosen.summary.dropped == {"same text as another": 2, "opens like a held-out prompt": 1}
     assert chosen.summary.num_read == 7
-    assert draw(stream, num=1, heldout=2).kept == chosen.kept[:1]
+    assert select_generated(stream, num=1, heldout=2).kept == chosen.kept[:1]
 
 
 @pytest.mark.parametrize("limits", [Limits(), Limits(max_chars=3)])
 def test_a_generator_with_nothing_new_to_say_is_an_error(limits):
     repeating = (Prompt(str(index), (f"Question {index % 5}",)) for index in count())
     with pytest.raises(PromptError, match=r"[05] of 12 prompts, then 10000 in a row dropped .*ask for fewer"):
-        draw(repeating, num=10, heldout=2, limits=limits)
+        select_generated(repeating, num=10, heldout=2, limits=limits)

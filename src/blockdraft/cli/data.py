@@ -82,7 +82,7 @@ def prompts(
     Duplicates and prompts outside the limits are dropped; some prompts can be held out for measurements.
     """
     from blockdraft.data import write_prompts
-    from blockdraft.data.selection import POCKET_SOURCE, Limits, draw, pocket_prompts, read_source, select
+    from blockdraft.data.selection import POCKET_SOURCE, Limits, pocket_prompts, read_source, select, select_generated
 
     if heldout_out is not None and not heldout:
         raise typer.BadParameter("nothing is held out; say how many with --heldout", param_hint="--heldout-out")
@@ -100,7 +100,7 @@ def prompts(
             raise typer.BadParameter("pocket's generator never ends; say how many prompts to keep", param_hint="--num")
         if split is not None:
             raise typer.BadParameter("only data sets have splits", param_hint="--split")
-        chosen = draw(pocket_prompts(seed, family), num=num, heldout=heldout, limits=limits)
+        chosen = select_generated(pocket_prompts(seed, family), num=num, heldout=heldout, limits=limits)
     else:
         if family is not None:
             raise typer.BadParameter("only pocket has families", param_hint="--family")

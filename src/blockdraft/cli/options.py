@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from blockdraft.names import misspelt_target
+from blockdraft.errors import misspelt_target
 
 if TYPE_CHECKING:
     import torch

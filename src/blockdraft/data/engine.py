@@ -161,7 +161,7 @@ def _probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     return torch.stack([sampling.probs(row) for sampling, row in zip(samplings, logits, strict=True)])
 
 
-def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+def tokens_at(probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the tokens ``[A]`` where the distribution functions of probs ``[A, V]`` pass uniform ``[A]`` in [0, 1).
 
     The vocabulary is cut into chunks: first the chunk is found, then the token within it,
@@ -175,7 +175,7 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _find(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens ``[A]`` of `draw`, and whether each row is made of numbers, ``[A]``; on the device."""
+    """Return the tokens ``[A]`` of `tokens_at`, and whether each row is made of numbers, ``[A]``; on the device."""
     num_rows, vocab_size = probs.shape
     width = max(1, int(vocab_size**0.5))
     padded = torch.nn.functional.pad(probs, (0, -vocab_size % width)).view(num_rows, -1, width)

@@ -90,7 +90,7 @@ class Identity(_Strict):
         return self.model_dump(exclude=None if self.whole_turns else {"whole_turns"})
 
 
-class Provenance(_Strict):
+class DataProvenance(_Strict):
     """Says what is known of the rows beyond what decides them: names and versions.
 
     target: the name that the target was loaded by.
@@ -135,7 +135,7 @@ class Manifest(_Strict):
 
     format: Literal[1] = FORMAT
     identity: Identity
-    about: Provenance
+    about: DataProvenance
     num_shards: PositiveInt
     shards: dict[ShardName, ShardRecord]
 

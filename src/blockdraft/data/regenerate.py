@@ -19,10 +19,10 @@ from blockdraft.data.engine import Engine, LocalEngine
 from blockdraft.data.manifest import (
     MANIFEST,
     DataError,
+    DataProvenance,
     EngineRecord,
     Identity,
     Manifest,
-    Provenance,
     read_manifest,
     shard_name,
     write_manifest,
@@ -99,7 +99,7 @@ def regenerate(
         engine=EngineRecord(name=engine.name, **(engine.describe() if engine.repeatable else {})),
         **settings.to_dict(),
     )
-    about = Provenance(
+    about = DataProvenance(
         target=target.name,
         engine=EngineRecord(name=engine.name, **engine.describe()),
         blockdraft=blockdraft.__version__,

@@ -212,7 +212,9 @@ def select(
     return account.closed([pool[key] for key in chosen], [pool[key] for key in held])
 
 
-def draw(generated: Iterable[Prompt], *, num: int, heldout: int = 0, limits: Limits | None = None) -> Selection:
+def select_generated(
+    generated: Iterable[Prompt], *, num: int, heldout: int = 0, limits: Limits | None = None
+) -> Selection:
     """Choose from a generator that never ends: the first different prompts are held out, the next ``num`` kept.
 
     As with `select`, a smaller choice is the beginning of a larger one. If the generator

@@ -22,9 +22,9 @@ from blockdraft.data.conversation import Completion
 from blockdraft.data.manifest import (
     MANIFEST,
     DataError,
+    DataProvenance,
     Identity,
     Manifest,
-    Provenance,
     ShardRecord,
     read_manifest,
     refuse_other_identity,
@@ -53,7 +53,7 @@ HELDOUT = 3
 class Store:
     """Writes a data folder, shard by shard."""
 
-    def __init__(self, folder: Path, identity: Identity, about: Provenance) -> None:
+    def __init__(self, folder: Path, identity: Identity, about: DataProvenance) -> None:
         """Open a new or an unfinished folder.
 
         Args:

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from blockdraft.data import Completion, DataError, check_sampling, open_dataset, read_manifest
-from blockdraft.data.engine import draw
+from blockdraft.data.engine import tokens_at
 from blockdraft.decoding.request import DecodingError, context_limit, room
 from blockdraft.doctor.configuration import check_configuration
 from blockdraft.doctor.folder import Diagnosis, Finding, Folder
 from blockdraft.doctor.readings import Clinic, Reading, choices_for, fitting, pooled, reading_findings
-from blockdraft.doctor.tensors import check_frozen, check_tensors
+from blockdraft.doctor.tensors import check_frozen, check_stored_tensors
 from blockdraft.drafters import find_drafter
 from blockdraft.errors import BlockdraftError
 from blockdraft.pocket import FAMILIES, heldout
@@ -30,7 +30,7 @@ PROMPTS = (
 )
 """What the target is asked where no data folder is given."""
 CHECKED_TOKENS = 4_000
-"""Response tokens of a data folder whose law is checked."""
+"""Response tokens of a data folder whose distribution is checked."""
 UNLIKE = 1.1
 """Ratio of the lengths with and without thinking from which on a drafter was trained for one of the two."""
 
@@ -71,7 +71,7 @@ def examine(
             folder.hopeless = "the configuration cannot be read"
             found.findings.append(Finding("configuration", "wrong", str(error), "correct it and examine it again"))
     if folder.hopeless is None:
-        found.findings += check_tensors(folder, config)
+        found.findings += check_stored_tensors(folder, config)
         findings, own = check_frozen(folder, config, target)
         found.findings += findings
     sizes = {"num_texts": num_texts, "max_new_tokens": max_new_tokens, "num_slots": folder.num_slots or 1}
@@ -122,7 +122,7 @@ def sample_texts(target: Target, prompts: Sequence[Sequence[int]], num_tokens: i
     hidden, columns = cache.add(prompts), []
     for _ in range(num_tokens):
         uniform = torch.rand(len(prompts), dtype=torch.float64, generator=generator)
-        columns.append(draw(Sampling().probs(target.logits(hidden)), uniform.to(target.device)).tolist())
+        columns.append(tokens_at(Sampling().probs(target.logits(hidden)), uniform.to(target.device)).tolist())
         hidden = cache.step(columns[-1])
     texts = []
     for number, (prompt, response) in enumerate(zip(prompts, zip(*columns, strict=True), strict=True)):
@@ -178,12 +178,12 @@ def _data_texts(
         advice = "regenerate the data with this target: blockdraft data regenerate"
         found.findings.append(Finding("data", "wrong", str(error), advice))
         return None
-    law = check_sampling(dataset, target, num_tokens=CHECKED_TOKENS, seed=seed)
-    advice = "" if law.plain else "regenerate it at temperature 1 with top-k 0 and top-p 1; BV loss rests on that"
-    found.findings.append(Finding("data", "ok" if law.plain else "wrong", law.verdict, advice))
+    sampled = check_sampling(dataset, target, num_tokens=CHECKED_TOKENS, seed=seed)
+    advice = "" if sampled.plain else "regenerate it at temperature 1 with top-k 0 and top-p 1; BV loss rests on that"
+    found.findings.append(Finding("data", "ok" if sampled.plain else "wrong", sampled.verdict, advice))
     if manifest.identity.template != template_fingerprint(target):
         found.findings.append(Finding("data", "wrong", "made under another chat template", "regenerate it"))
-    if not law.plain:
+    if not sampled.plain:
         return None
     texts = []
     for index in np.random.default_rng(seed).permutation(len(dataset)).tolist():

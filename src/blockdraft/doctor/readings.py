@@ -21,7 +21,7 @@ from blockdraft.doctor.folder import Finding, Folder, Measured
 from blockdraft.drafters import Anchors, Drafter, DrafterConfig, SlotLayout, build_drafter
 from blockdraft.drafters.attention import BlockAttention
 from blockdraft.drafters.checkpoint import CONFIG, WEIGHTS
-from blockdraft.evaluation.prediction import Predictor, Rounds
+from blockdraft.evaluation.prediction import Predictor, RoundSums
 from blockdraft.targets import Target, TargetOutput, UnsupportedTargetError, choose_layers
 
 GAIN, STANDARD_ERRORS = 1.05, 2.0
@@ -90,15 +90,15 @@ class Clinic:
         }
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self._layers = _LayerFeatures(target)
-        self._measured: dict[Reading, list[Rounds]] = {}
+        self._measured: dict[Reading, list[RoundSums]] = {}
 
-    def rounds(self, reading: Reading) -> list[Rounds]:
+    def rounds(self, reading: Reading) -> list[RoundSums]:
         """Return the expected rounds of every text under block verification."""
         if reading not in self._measured:
             self._measured[reading] = self.predict(reading, self.texts)
         return self._measured[reading]
 
-    def predict(self, reading: Reading, texts: Sequence[Completion]) -> list[Rounds]:
+    def predict(self, reading: Reading, texts: Sequence[Completion]) -> list[RoundSums]:
         """Return the same for other texts; nothing is kept."""
         drafter, config = self._drafter(reading.config), reading.config
         found = []
@@ -175,9 +175,9 @@ class Clinic:
         return drafter.eval()
 
 
-def pooled(rounds: Sequence[Rounds]) -> float:
+def pooled(rounds: Sequence[RoundSums]) -> float:
     """Return tokens per call over several texts."""
-    total = sum(rounds, Rounds(0.0, 0.0))
+    total = sum(rounds, RoundSums())
     return total.tokens / total.num if total.num else 0.0
 
 
@@ -321,7 +321,7 @@ def reading_findings(folder: Folder, measured: Sequence[Measured], *, drafts: bo
         check, found = f"{name}, measured", f"given {given.reading}: {given.length:.2f} tokens per call"
         if fits is not given:
             found += f"; read {fits.reading}: {fits.length:.2f}"
-            yield Finding(check, "wrong", found, change(folder, name, fits.value))
+            yield Finding(check, "wrong", found, how_to_change(folder, name, fits.value))
             continue
         slight = [
             each
@@ -332,7 +332,7 @@ def reading_findings(folder: Folder, measured: Sequence[Measured], *, drafts: bo
         found += f"; read {nearest.reading}: {nearest.length:.2f}"
         if slight:
             found += ", a little more, and clearly so"
-            yield Finding(check, "warning", found, f"probably: {change(folder, name, nearest.value)}")
+            yield Finding(check, "warning", found, f"probably: {how_to_change(folder, name, nearest.value)}")
         elif nearest.saving > -STANDARD_ERRORS:
             found += ", too close to tell apart on these texts"
             yield Finding(check, "ok", found, "nothing: this drafter hardly depends on it; --texts measures on more")
@@ -340,7 +340,7 @@ def reading_findings(folder: Folder, measured: Sequence[Measured], *, drafts: bo
             yield Finding(check, "ok", found)
 
 
-def change(folder: Folder, field: str, value: Any) -> str:
+def how_to_change(folder: Folder, field: str, value: Any) -> str:
     """Say what to change so that others read a field as it fits."""
     if field == "slot convention":
         return _change_slots(folder, value == SlotLayout.NEXT_TOKEN)

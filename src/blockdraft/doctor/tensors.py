@@ -18,7 +18,7 @@ RELATED = 0.5
 """Mean cosine between rows of two matrices above which one was made from the other; unrelated ones have about 0."""
 
 
-def check_tensors(folder: Folder, config: DrafterConfig) -> Iterator[Finding]:
+def check_stored_tensors(folder: Folder, config: DrafterConfig) -> Iterator[Finding]:
     """Run all checks of the weights, and mend what can be mended."""
     yield from _prefix(folder)
     yield from _dtype(folder)

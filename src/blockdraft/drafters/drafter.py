@@ -24,7 +24,7 @@ from blockdraft.drafters.backbone import (
 from blockdraft.drafters.config import DrafterConfig, SlotLayout
 from blockdraft.errors import BlockdraftError
 from blockdraft.targets import Target
-from blockdraft.targets.layers import Product, weights_key
+from blockdraft.targets.decoder import Product, weights_key
 from blockdraft.verification.sampler import draw
 
 MakeAttention = Callable[[Anchors, int, int, int], BlockAttention]

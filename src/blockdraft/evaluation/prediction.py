@@ -20,7 +20,7 @@ b of them, give the rounds of blocks that are cut to b proposals, for every b up
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -46,17 +46,17 @@ LOGITS_PER_PASS = 2**26
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundSums:
     """Holds expected sums over the rounds that write a text.
 
     num: rounds. tokens: what they add, correction and bonus tokens included.
     """
 
-    num: float
-    tokens: float
+    num: float = 0.0
+    tokens: float = 0.0
 
-    def __add__(self, other: "Rounds") -> "Rounds":
-        return Rounds(self.num + other.num, self.tokens + other.tokens)
+    def __add__(self, other: "RoundSums") -> "RoundSums":
+        return RoundSums(self.num + other.num, self.tokens + other.tokens)
 
 
 def retention(rule: Rule, log_q: Numbers, log_p: Numbers, valid: Flags) -> Numbers:
@@ -83,7 +83,7 @@ def agreement(agrees: Flags, valid: Flags) -> Numbers:
     return np.where(valid, np.cumprod(agrees.astype(np.float64), 1), 0.0)
 
 
-def walk(kept: Numbers, end: int | None) -> Rounds:
+def walk(kept: Numbers, end: int | None) -> RoundSums:
     """Follow the rounds along a text, and return their expected sums.
 
     Args:
@@ -103,10 +103,10 @@ def walk(kept: Numbers, end: int | None) -> Rounds:
         ended = start + steps == end
         tokens += float(chance @ (steps + ~ended))
         reached[start + 1 : start + block_size + 2] += np.where(ended, 0.0, chance)
-    return Rounds(float(reached[:num_starts].sum()), tokens)
+    return RoundSums(float(reached[:num_starts].sum()), tokens)
 
 
-def walk_all(kept: Numbers, end: int | None) -> list[Rounds]:
+def walk_all(kept: Numbers, end: int | None) -> list[RoundSums]:
     """Follow many chains of rounds along one text at once; `walk`, which it agrees with, follows one.
 
     kept: ``[K, A, B]``, a matrix of `walk` for each chain.
@@ -127,7 +127,7 @@ def walk_all(kept: Numbers, end: int | None) -> list[Rounds]:
             tokens -= chance[:, end - start]  # the end token is the last one: nothing is added to it
             chance[:, end - start] = 0.0
         reached[:, start + 1 : start + block_size + 2] += chance
-    return [Rounds(float(n), float(t)) for n, t in zip(reached[:, :num_starts].sum(1), tokens, strict=True)]
+    return [RoundSums(float(n), float(t)) for n, t in zip(reached[:, :num_starts].sum(1), tokens, strict=True)]
 
 
 def cut_blocks(kept: Numbers) -> Numbers:
@@ -144,8 +144,8 @@ class PredictedRounds:
     by_proposals: at the first draft temperature, with blocks cut to 1, 2, .. B proposals.
     """
 
-    whole: list[Rounds]
-    by_proposals: list[Rounds]
+    whole: list[RoundSums]
+    by_proposals: list[RoundSums]
 
 
 class Predictor:
@@ -173,7 +173,9 @@ class Predictor:
         self.features = features or OnlineFeatures(target, drafter.config.target_layers)
         self.frozen, self.make_attention = frozen or target, make_attention
 
-    def predict(self, row: Completion, draft_temperatures: Mapping[Rule, Sequence[float]]) -> dict[Rule, list[Rounds]]:
+    def predict(
+        self, row: Completion, draft_temperatures: Mapping[Rule, Sequence[float]]
+    ) -> dict[Rule, list[RoundSums]]:
         """Return the expected rounds by rule, one for each of its draft temperatures, where 0 stands for argmax drafts.
 
         The row is a text of the kind that the rules write: greedy for ``"greedy"``, sampled for the others.
@@ -189,7 +191,7 @@ class Predictor:
         num_starts = min(len(response), self.max_new_tokens) - 1
         num_proposals = self.drafter.config.num_proposals
         if num_starts < 1:
-            none = Rounds(0.0, 0.0)
+            none = RoundSums()
             return {
                 rule: PredictedRounds([none] * len(given), [none] * num_proposals)
                 for rule, given in draft_temperatures.items()
@@ -325,8 +327,8 @@ class PredictionFile(Strict):
             begun.add(row.id.rpartition("#")[0])
             on_prompt(len(begun) - 1)
             found = predictor.predict_cuts(row, settings.draft_temperatures)
-            whole = {rule: _pairs(each.whole) for rule, each in found.items()}
-            cut = {rule: _pairs(each.by_proposals) for rule, each in found.items()}
+            whole = {rule: [astuple(sums) for sums in each.whole] for rule, each in found.items()}
+            cut = {rule: [astuple(sums) for sums in each.by_proposals] for rule, each in found.items()}
             texts.append(PredictedText(prompt=row.id.rpartition("#")[0], rounds=whole, by_proposals=cut))
         return cls(settings=settings, texts=texts)
 
@@ -340,17 +342,13 @@ def _sizes(values: Mapping[Rule, Sequence[object]]) -> dict[Rule, int]:
     return {rule: len(each) for rule, each in values.items()}
 
 
-def _pairs(rounds: Sequence[Rounds]) -> list[tuple[float, float]]:
-    return [(each.num, each.tokens) for each in rounds]
-
-
 class Predictions:
     """Looks up the expected rounds of every prompt, all its turns together, by rule and draft temperature."""
 
     def __init__(self, files: Sequence[Path], protocol: Protocol) -> None:
         self.protocol = protocol
-        self._sums: dict[tuple[str, Rule, float], Rounds] = {}
-        self._cut: dict[tuple[str, Rule], list[Rounds]] = {}
+        self._sums: dict[tuple[str, Rule, float], RoundSums] = {}
+        self._cut: dict[tuple[str, Rule], list[RoundSums]] = {}
         for file in files:
             made = read_evaluation_file(file, PredictionFile)
             for text in made.texts:
@@ -358,10 +356,10 @@ class Predictions:
                     given = made.settings.draft_temperatures[rule]
                     for draft_temperature, (num, tokens) in zip(given, values, strict=True):
                         key = (text.prompt, rule, draft_temperature)
-                        self._sums[key] = self._sums.get(key, Rounds(0.0, 0.0)) + Rounds(num, tokens)
+                        self._sums[key] = self._sums.get(key, RoundSums()) + RoundSums(num, tokens)
                 for rule, values in text.by_proposals.items():
-                    before = self._cut.get((text.prompt, rule), [Rounds(0.0, 0.0)] * len(values))
-                    self._cut[text.prompt, rule] = [a + Rounds(*b) for a, b in zip(before, values, strict=True)]
+                    before = self._cut.get((text.prompt, rule), [RoundSums()] * len(values))
+                    self._cut[text.prompt, rule] = [a + RoundSums(*b) for a, b in zip(before, values, strict=True)]
 
     def of(self, task: Task, rule: Rule, draft_temperature: float) -> tuple[list[float], list[float]]:
         """Return the expected tokens and rounds of every prompt of a task."""
@@ -383,7 +381,7 @@ class Predictions:
             by_task = []
             for task in tasks:
                 rounds = [self._cut[prompt.id, rule] for prompt in task.prompts]
-                sums = [sum(each, Rounds(0.0, 0.0)) for each in zip(*rounds, strict=True)]
+                sums = [sum(each, RoundSums()) for each in zip(*rounds, strict=True)]
                 by_task.append([each.tokens / each.num if each.num else 0.0 for each in sums])
             found[rule] = np.mean(by_task, 0).tolist()
         return found

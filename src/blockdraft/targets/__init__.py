@@ -1,6 +1,6 @@
 """Show frozen language models the way a drafter needs them."""
 
-from blockdraft.names import EMBEDDED
+from blockdraft.errors import EMBEDDED
 from blockdraft.targets.attention import Span
 from blockdraft.targets.cache import BatchedKVCache, KVCache
 from blockdraft.targets.loading import TargetShape, as_target, load_target, target_shape

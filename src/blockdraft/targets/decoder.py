@@ -3,20 +3,26 @@
 Transformers takes about 0.6 ms of operators and Python for each layer, whatever its width; a small target spends most
 of its time there. This pass takes the model's weights, does the same arithmetic in fewer operations, and is compared
 with transformers' own when it is made. Other families, packed texts and batches go through transformers.
+
+A round of speculative decoding passes 1 to 16 tokens through small matrices, so the number of operations and the layout
+of the weights decide how long it takes. In a `FusedLayer`, which drafters use too, the products of queries, keys and
+values are one, those of gate and up are one, residuals are added by the product before them, and on a CPU the weights
+are packed once in the layout of oneDNN instead of at every call.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
 from blockdraft.selfcheck import compare, passes_check
 from blockdraft.targets.cache import KVCache
-from blockdraft.targets.layers import FusedLayer, Product, norm_of
-from blockdraft.targets.positions import HostPositions, Masks, RotaryTable
+from blockdraft.targets.positions import HostPositions, Mask, Masks, RotaryTable, Store, rotated
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -27,6 +33,12 @@ COPIED_BYTES = 2**30
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Differences from transformers that rounding explains, as a share of the largest value."""
+
+PACKED_ROWS = 8
+"""The number of rows that packed weights are laid out for; they serve any other as well."""
+
+PACKED_SIZE = 2**17
+"""Weights in float32 with fewer numbers are not packed: calling oneDNN takes as long as it saves."""
 
 _checks = itertools.count()
 
@@ -144,3 +156,196 @@ def _given(tensor: Tensor | None) -> Tensor:
 def _weight(module: Any) -> Tensor:
     weight: Tensor = module.weight
     return weight
+
+
+# The layers, which targets and drafters share
+
+
+class Product:
+    """Compute ``x W^T + b`` for rows x ``[T, in]``, with W the given weights ``[out, in]`` one under the other.
+
+    On a CPU, in float32, one row is fastest with W transposed in memory, and several are with W packed; in bfloat16,
+    packed weights are the fastest for any number.
+    """
+
+    def __init__(self, *weights: Tensor, bias: Tensor | None = None, copy: bool = True) -> None:
+        """Arrange the weights; without ``copy`` they stay where they are, and several are as many products."""
+        self.weights, self.bias, self.copy = weights, bias, copy
+        if copy and len(weights) > 1:
+            self.weights = (torch.cat(weights),)
+        self._across = [weight.t() for weight in self.weights]
+        self._packed = _pack(self.weights[0]) if copy and can_pack(self.weights[0]) else None
+        self._packed_from = 1 if self.weights[0].dtype == torch.bfloat16 else 2
+        if copy and self.weights[0].device.type == "cpu" and (self._packed is None or self._packed_from > 1):
+            self._across = [across.contiguous() for across in self._across]
+
+    @property
+    def weight(self) -> Tensor:
+        """Give the weights as one matrix ``[out, in]``."""
+        return self.weights[0] if len(self.weights) == 1 else torch.cat(self.weights)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies and pickles hold the weights; packed ones can do neither, and are made again."""
+        return _product, (self.weights, self.bias, self.copy)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``[T, out]``."""
+        if self._packed is not None and x.shape[0] >= self._packed_from:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
+            return out
+        if len(self._across) > 1:
+            parts = torch.cat([torch.mm(x, across) for across in self._across], -1)
+            return parts if self.bias is None else parts + self.bias
+        if self.bias is None:
+            return torch.mm(x, self._across[0])
+        return torch.addmm(self.bias, x, self._across[0])
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return ``residual + x W^T + b``."""
+        if self._packed is not None and x.shape[0] >= self._packed_from:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
+            return out
+        if self.bias is None and len(self._across) == 1:
+            return torch.addmm(residual, x, self._across[0])
+        return residual + self(x)
+
+
+def _product(weights: Sequence[Tensor], bias: Tensor | None, copy: bool) -> Product:
+    return Product(*weights, bias=bias, copy=copy)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+    return packed
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Return whether products with this weight can use oneDNN's layout: on a CPU where it is fast, and right."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.float32 and weight.numel() < PACKED_SIZE:
+        return False
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    check = functools.partial(_check_packing, weight.dtype)
+    return passes_check("packing weights with oneDNN", weight.device, check, key=(weight.dtype,))
+
+
+def _check_packing(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((24, 40), (5, 40), (5, 24))
+    weight, x, y = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    packed, expected = _pack(weight), x.float() @ weight.float().T
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    found = torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
+    compare("a product", found, expected, tolerance)
+    found = torch.ops.mkldnn._linear_pointwise.binary(x, y, packed, None, "add")
+    compare("a product with a sum", found, y.float() + expected, tolerance)
+
+
+class Norm:
+    """Compute ``w x / sqrt(mean(x^2) + eps)`` over the last dimension; ``w`` is ``[.., d]``.
+
+    A GPU has a kernel for it, which sums in float32. PyTorch has none on a CPU. There, in float32,
+    ``sqrt(d) w x / hypot(|x|, sqrt(d eps))`` takes half the time; in other dtypes the mean is taken as transformers
+    does, in float32, or in x's own precision.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, *, in_float32: bool = False) -> None:
+        width = weight.shape[-1]
+        self.weight, self.eps, self.in_float32 = weight, eps, in_float32
+        self._scaled = weight * width**0.5
+        self._floor = weight.new_full((), (width * eps) ** 0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            if self.weight.dim() == 1:
+                return rms_norm(x, x.shape[-1:], self.weight, self.eps)
+            return rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+        if x.dtype == torch.float32:
+            length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
+            return (x / length).mul_(self._scaled)
+        if not self.in_float32:
+            return rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+        y = x.float()
+        y = y * (y.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return self.weight * y.to(x.dtype)
+
+
+class FusedLayer:
+    """Computes a layer of attention and SwiGLU, made from the weights of a module with transformers' names."""
+
+    def __init__(self, layer: Any, num_heads: int, num_kv_heads: int, head_dim: int, *, copy: bool = True) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [p.bias for p in projections if p.bias is not None]
+        self.qkv = Product(*(p.weight for p in projections), bias=torch.cat(biases) if biases else None, copy=copy)
+        self.output = Product(attention.o_proj.weight, bias=attention.o_proj.bias, copy=copy)
+        self.gate_up = Product(mlp.gate_proj.weight, mlp.up_proj.weight, copy=copy)
+        self.down = Product(mlp.down_proj.weight, copy=copy)
+        self.input_norm, self.middle_norm = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
+        self.head_norm = None
+        if hasattr(attention, "q_norm"):
+            counts = ((attention.q_norm, num_heads), (attention.k_norm, num_kv_heads))
+            weight = torch.cat([norm.weight.expand(count, -1) for norm, count in counts])
+            self.head_norm = _norm(attention.q_norm, weight)
+
+    def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor], store: Store, mask: Mask) -> Tensor:
+        """Map a stream ``[T, H]`` to ``[T, H]``.
+
+        Args:
+            x: the stream.
+            rotary: rows of a `RotaryTable`.
+            store: writes keys and values behind those that are held, and returns all.
+            mask: who sees whom.
+        """
+        num_rows, num_rotated = x.shape[0], self.num_heads + self.num_kv_heads
+        states = self.qkv(self.input_norm(x)).view(num_rows, -1, self.head_dim)
+        values = states[:, num_rotated:]
+        states = states[:, :num_rotated]
+        states = rotated(states if self.head_norm is None else self.head_norm(states), rotary)
+        held = store(states[:, self.num_heads :].transpose(0, 1), values.transpose(0, 1))
+        x = self.output.add_to(x, self._attend(states[:, : self.num_heads], held, mask))
+        gate, up = self.gate_up(self.middle_norm(x)).chunk(2, -1)
+        return self.down.add_to(x, silu(gate).mul_(up))
+
+    def _attend(self, queries: Tensor, held: Sequence[Tensor], mask: Mask) -> Tensor:
+        """Attend with queries ``[T, heads, d]``; ``[T, heads * d]``.
+
+        The query heads that share a key/value head stand in the place of query positions, so that keys and values
+        are not repeated.
+        """
+        num_rows, (keys, values) = queries.shape[0], held
+        if mask.is_causal:
+            query = queries.transpose(0, 1).unsqueeze(0)
+            causal: Tensor = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+            return causal[0].transpose(0, 1).flatten(1)
+        grouped = queries.view(num_rows, self.num_kv_heads, -1, self.head_dim)
+        folded = grouped.transpose(0, 1).reshape(1, self.num_kv_heads, -1, self.head_dim)
+        out: Tensor = scaled_dot_product_attention(folded, keys, values, attn_mask=mask.values)
+        return out.view(self.num_kv_heads, num_rows, -1, self.head_dim).transpose(0, 1).reshape(num_rows, -1)
+
+
+def norm_of(module: Any) -> Norm:
+    """Return the norm of an RMSNorm module, PyTorch's or transformers'."""
+    return _norm(module, module.weight)
+
+
+def _norm(module: Any, weight: Tensor) -> Norm:
+    if hasattr(module, "variance_epsilon"):
+        return Norm(weight, module.variance_epsilon, in_float32=True)
+    return Norm(weight, module.eps)
+
+
+def weights_key(module: nn.Module) -> tuple[object, ...]:
+    """Return what changes with a module's weights: addresses and counts of changes in place."""
+    return tuple(map(_weight_key, module.parameters()))
+
+
+def _weight_key(weight: Tensor) -> object:
+    if type(weight) not in (Tensor, nn.Parameter):  # sharded ones have no address
+        return id(weight)
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version

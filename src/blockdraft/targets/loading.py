@@ -23,8 +23,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
 from blockdraft.distributed import choose_device
-from blockdraft.errors import BlockdraftError, first_line, is_out_of_memory
-from blockdraft.names import EMBEDDED, misspelt_target
+from blockdraft.errors import EMBEDDED, BlockdraftError, first_line, is_out_of_memory, misspelt_target
 from blockdraft.pocket import MODEL_FOLDER
 from blockdraft.targets.target import Target, UnsupportedTargetError, choose_layers
 

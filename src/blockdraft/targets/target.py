@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from blockdraft.errors import BlockdraftError, first_line
 from blockdraft.targets.attention import Span, SpanAttention, attending, span_positions
 from blockdraft.targets.cache import KVCache
-from blockdraft.targets.decoder import Decoder, decoder_of
-from blockdraft.targets.layers import weights_key
+from blockdraft.targets.decoder import Decoder, decoder_of, weights_key
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By the names that users and configurations give them."""
