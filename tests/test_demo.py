@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from blockdraft import demo
 from blockdraft.demo import Demo, DemoError, Size
@@ -71,6 +72,11 @@ def test_shipped_drafters_of_the_same_kind_and_target_stand_beside(tmp_path, mon
     ]  # fmt: skip
     monkeypatch.setattr(demo, "shipped_drafters", lambda: found)
     assert Demo("pocket", tmp_path, lambda *_: None).shipped == ["a", "d"]
+
+
+def test_runs_compute_where_the_target_does(tmp_path):
+    _, fields = Demo("pocket", tmp_path, lambda *_: None, device="cpu", dtype=torch.float16)._recipe("bv")
+    assert {"runtime.device=cpu", "target.dtype=float16"} <= set(fields)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def tiny(tmp_path, monkeypatch):
     """A target and a drafter's folder that the quick demo takes for pocket and for a shipped drafter."""
     target = tiny_target(dtype=torch.float32)
     save_drafter(tiny_drafter("dflash", target), tmp_path / "drafter")
-    monkeypatch.setattr("blockdraft.targets.load_target", lambda _: target)
+    monkeypatch.setattr("blockdraft.targets.load_target", lambda _name, **_where: target)
     monkeypatch.setattr(demo, "quick_prompts", lambda _: ["w7 w8", "w9"])
     monkeypatch.setattr(verb.Show, "MAX_NEW_TOKENS", 12)
     monkeypatch.setattr("blockdraft.decoding.round_costs", lambda *_: COSTS)

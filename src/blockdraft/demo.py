@@ -26,6 +26,7 @@ from blockdraft.data import (
 )
 from blockdraft.data.selection import pocket_prompts, select_generated
 from blockdraft.decoding import AdaptiveProposals, Generation, Round, RoundCosts, generate
+from blockdraft.distributed import choose_device
 from blockdraft.drafters import Drafter, DrafterConfig
 from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation import (
@@ -91,15 +92,24 @@ class DemoError(BlockdraftError):
 class Demo:
     """Runs one demonstration in its folder."""
 
-    def __init__(self, target: str, out: str | Path, on_progress: OnProgress) -> None:
+    def __init__(
+        self,
+        target: str,
+        out: str | Path,
+        on_progress: OnProgress,
+        *,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.name, self.size, self.out, self.on_progress = target, SIZES[target], Path(out), on_progress
+        self.device, self.dtype = choose_device(device), dtype
 
     def run(self) -> tuple[Results, ReportFiles]:
         """Run all stages, and return what was found and the report of it."""
         self.out.mkdir(parents=True, exist_ok=True)
         if self.size.threads is not None:
             torch.set_num_threads(self.size.threads)
-        target = load_target(self.name)
+        target = load_target(self.name, device=self.device, dtype=self.dtype)
         self._data(target)
         self._features(target)
         self._train()
@@ -113,7 +123,9 @@ class Demo:
 
     def _recipe(self, name: str) -> tuple[str, list[str]]:
         cached = ["data.features=cached", f"data.cache={self.out / 'features'}"]
-        kept = ["logging.keep_epoch_checkpoints=true", "logging.tensorboard=false", "runtime.device=cpu"]
+        kept = ["logging.keep_epoch_checkpoints=true", "logging.tensorboard=false", f"runtime.device={self.device}"]
+        if self.dtype is not None:
+            kept.append(f"target.dtype={str(self.dtype).removeprefix('torch.')}")
         return f"{self.name}-{KIND}-{name}", [f"data.path={self.out / 'data'}", *cached, *kept, *self.size.changes]
 
     def _data(self, target: Target) -> None:

@@ -51,6 +51,8 @@ def test_from_prompts_to_a_drafter(story):
         ("train pocket-dflash-bv", "set data.path"),
         ("train pocket-dflash-bv data.path=nothing", "is not a data folder"),
         ("train pocket-dflash-bv data.path=d runtime.device=banana", "device 'banana' cannot be used"),
+        ("train pocket-dflash-bv data.path=d --device banana", "device 'banana' cannot be used"),
+        ("demo --quick --drafter x --device banana", "device 'banana' cannot be used"),
         ("train pocket-dflash-bv data.path=d data.num_heldout=4 --out p.jsonl", "p.jsonl"),
     ],
 )  # fmt: skip

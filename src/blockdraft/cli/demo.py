@@ -10,7 +10,7 @@ import typer
 
 from blockdraft.cli.evaluate import show_results
 from blockdraft.cli.generate import TOKEN_STYLES, Stream, generation_facts
-from blockdraft.cli.options import AsJson, print_json
+from blockdraft.cli.options import AsJson, Device, Dtype, precision, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +38,8 @@ def demo(
             show_default="the one with the longest predicted length",
         ),
     ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Run everything once, from data to a report.
@@ -54,12 +56,12 @@ def demo(
     if drafter is not None and not quick:
         raise typer.BadParameter("the whole demo trains its own drafters; add --quick", param_hint="--drafter")
     if quick:
-        _quick(target, drafter, as_json)
+        _quick(target, drafter, as_json, device=device, dtype=precision(dtype))
     else:
-        _whole(target, out or Path("demo") / target, as_json)
+        _whole(target, out or Path("demo") / target, as_json, device=device, dtype=precision(dtype))
 
 
-def _whole(target: str, folder: Path, as_json: bool) -> None:
+def _whole(target: str, folder: Path, as_json: bool, **where: Any) -> None:
     from blockdraft.cli.progress import Stages
     from blockdraft.demo import SIZES, Demo, DemoError
 
@@ -72,7 +74,7 @@ def _whole(target: str, folder: Path, as_json: bool) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the runs it started are told to stop, too
     try:
         with Stages() as stages:
-            results, written = Demo(target, folder, stages.show).run()
+            results, written = Demo(target, folder, stages.show, **where).run()
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -87,14 +89,14 @@ def _whole(target: str, folder: Path, as_json: bool) -> None:
     print(f"{time.monotonic() - started:.0f} seconds", file=sys.stderr)
 
 
-def _quick(target: str, drafter: str | None, as_json: bool) -> None:
+def _quick(target: str, drafter: str | None, as_json: bool, **where: Any) -> None:
     from rich.console import Console
 
     from blockdraft.demo import best_shipped
 
     name = drafter or best_shipped(target).name  # before the seconds that PyTorch and the target take
     show = Show(Console(highlight=False, soft_wrap=True), silent=as_json)
-    answers = show.run(target, name)
+    answers = show.run(target, name, **where)
     if as_json:
         print_json(in_numbers(target, name, answers))
 
@@ -107,8 +109,8 @@ class Show:
     def __init__(self, console: "Console", *, silent: bool) -> None:
         self.console, self.silent = console, silent
 
-    def run(self, target_name: str, drafter_name: str) -> list["QuickAnswer"]:
-        """Load the models, answer the prompts, and return the answers."""
+    def run(self, target_name: str, drafter_name: str, **where: Any) -> list["QuickAnswer"]:
+        """Load the models, answer the prompts, and return the answers; ``where`` is as `load_target` takes it."""
         import torch
 
         from blockdraft.decoding import round_costs
@@ -119,7 +121,7 @@ class Show:
         threads = SIZES[target_name].threads
         if threads is not None:
             torch.set_num_threads(threads)
-        self.target = load_target(target_name)
+        self.target = load_target(target_name, **where)
         drafter = load_drafter(drafter_name, self.target)
         num = drafter.config.num_proposals
         self._legend(f"{drafter_name} proposes up to {num} tokens at a time, {target_name} verifies them in one call")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli.options import AsJson, Assignments, RecipeName, precision, print_json
+from blockdraft.cli.options import AsJson, Assignments, Device, Dtype, RecipeName, precision, print_json
 
 if TYPE_CHECKING:
     from blockdraft.training import ResourceEstimate
@@ -128,12 +128,14 @@ def train(
         bool,
         typer.Option("--dry-run", help="Check everything, take two steps, write and read a checkpoint, and exit."),
     ] = False,
+    device: Device = None,
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a drafter from a recipe.
 
-    Stop it whenever you like: the same command resumes. The recipe names the device (runtime.device=cuda:1).
-    For several processes: torchrun --nproc-per-node N -m blockdraft train ...
+    Stop it whenever you like: the same command resumes. --device and --dtype set the recipe's runtime.device and
+    target.dtype. For several processes: torchrun --nproc-per-node N -m blockdraft train ...
     """
     from blockdraft.cli.progress import Stages
     from blockdraft.data import read_manifest
@@ -144,7 +146,9 @@ def train(
     from blockdraft.training import dry_run as check
     from blockdraft.training.resources import device_memory
 
-    loaded = load_recipe(recipe, assignments)
+    where = {"runtime.device": device, "target.dtype": dtype}
+    chosen = [f"{field}={value}" for field, value in where.items() if value is not None]
+    loaded = load_recipe(recipe, [*(assignments or []), *chosen])
     distributed = Distributed(loaded.runtime.device)
     memory = device_memory(distributed.device)
     if memory is not None and loaded.data.path is not None:
