@@ -1,10 +1,12 @@
 """What a mistake looks like: one line, an exit code, no traceback, whatever went wrong."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -194,26 +196,47 @@ def test_a_mistake_in_the_command_line_is_one_line_with_the_way_to_its_help(run,
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generate", "hi", "--target"],
-        ["data", "regenerate", "--prompts", "p.jsonl", "--out", "d", "--target"],
-        ["data", "inspect", "d", "--target"],
-        ["evaluate", "--drafter", "x", "--out", "e", "--target"],
-        ["doctor", "x", "--target"],
-        ["export", "x", "--out", "e", "--target"],
-        ["export-target", "--out", "e"],
-    ],
-)
-def test_a_misspelt_target_is_answered_before_pytorch_is_imported(arguments):
-    words = ["blockdraft", *arguments, "poket"]
-    script = f"import sys; sys.argv = {words!r}\nimport atexit\n"
-    script += "atexit.register(lambda: print('torch' in sys.modules))\nfrom blockdraft.cli import main; main()"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout) == (2, "False\n")
-    assert ended.stderr.count("\n") == 1
-    assert "poket: no such target or folder; did you mean pocket?" in ended.stderr
+MISSPELT = [
+    ["generate", "hi", "--target"],
+    ["data", "regenerate", "--prompts", "p.jsonl", "--out", "d", "--target"],
+    ["data", "inspect", "d", "--target"],
+    ["evaluate", "--drafter", "x", "--out", "e", "--target"],
+    ["doctor", "x", "--target"],
+    ["export", "x", "--out", "e", "--target"],
+    ["export-target", "--out", "e"],
+]
+
+
+@pytest.fixture(scope="module")
+def answers_to_misspelt():
+    """Exit code, stderr, and whether PyTorch was imported by then, of each command; one process gives them all."""
+    script = """
+        import contextlib, io, json, sys
+        from blockdraft.cli import main
+
+        found = []
+        for arguments in json.loads(sys.argv[1]):
+            sys.argv = ["blockdraft", *arguments, "poket"]
+            with contextlib.redirect_stderr(io.StringIO()) as told:
+                try:
+                    main()
+                except SystemExit as stop:
+                    found.append([stop.code, told.getvalue(), "torch" in sys.modules])
+        print(json.dumps(found))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), json.dumps(MISSPELT)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("number", range(len(MISSPELT)), ids=lambda number: " ".join(MISSPELT[number][:2]))
+def test_a_misspelt_target_is_answered_before_pytorch_is_imported(answers_to_misspelt, number):
+    assert len(answers_to_misspelt) == len(MISSPELT)
+    code, told, has_torch = answers_to_misspelt[number]
+    assert (code, has_torch) == (2, False)
+    assert told.count("\n") == 1
+    assert "poket: no such target or folder; did you mean pocket?" in told
 
 
 def test_no_verb_at_all_shows_the_help(run):

@@ -75,6 +75,7 @@ def test_fewer_proposals(folders):
     assert "[block, 4 proposals]" in run(*arguments)[1]
 
 
+@pytest.mark.slow  # rounds are timed twice, two seconds each
 def test_the_number_of_proposals_by_itself(folders, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = ["--target", folders / "target", "--drafter", folders / "drafter", "--max-new-tokens", 12, "w7"]

@@ -233,6 +233,7 @@ def test_an_anchor_moves_on_by_what_its_round_keeps_plus_one():
         assert sampler.next_walk[0].tolist() == [a if a < 39 else 0 for a in expected]
 
 
+@pytest.mark.slow
 def test_walking_anchors_are_found_as_often_as_decoding_starts_rounds_there():
     """Rounds that keep all four tokens from even places and none from odd ones visit them as their chain does."""
     length, num = 41, 400

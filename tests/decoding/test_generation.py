@@ -363,7 +363,7 @@ def test_weights_that_give_nan_are_an_error_and_no_text():
         generate(target, None, PROMPT, rule="greedy")
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", pytest.param("dspark", marks=pytest.mark.slow)])
 def test_a_drafter_overfitted_to_one_text_has_whole_blocks_accepted(kind):
     """Train on the target's greedy text, decode it again: the gate that masks, slots and labels line up."""
     target = without_end(dtype=torch.float32)

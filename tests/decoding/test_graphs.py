@@ -75,7 +75,7 @@ def test_every_family_and_sampling(family, capture, monkeypatch):
 
 
 @pytest.mark.usefixtures("_captured")
-@pytest.mark.parametrize("kind", [None, "dflash", "dspark"])
+@pytest.mark.parametrize("kind", [None, pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
 def test_texts_fill_the_capacity_to_the_last_place(kind, monkeypatch):
     """Here graphs have no room beyond what was asked for; the last block reaches its end."""
     monkeypatch.setattr(graphs, "rounded_capacity", lambda capacity: capacity)

@@ -26,7 +26,7 @@ def metrics(folder):
     return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
 
 
-@pytest.mark.parametrize("saved_after", [3, 4, 5])
+@pytest.mark.parametrize("saved_after", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (4, 5))])
 def test_interrupted_equals_uninterrupted_bit_for_bit(tokenizer, tmp_path, saved_after):
     """Before, at and after the step at which the model grows."""
     whole = PocketTrainer(TINY, tokenizer, tmp_path / "whole")

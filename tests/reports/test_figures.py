@@ -53,6 +53,7 @@ def test_png_and_svg_are_valid(report, name):
     assert texts >= set(EXPECTED[name])
 
 
+@pytest.mark.slow
 def test_the_same_every_time_and_undated(evaluations):
     first, second = (next(iter(figures(read_evaluations(evaluations)))) for _ in range(2))
     assert first.svg() == second.svg()
@@ -81,6 +82,7 @@ def test_retention_is_drawn_task_by_task_and_pooled_last(evaluations):
     assert drawing.caption.startswith("T=1 (block verification). ")
 
 
+@pytest.mark.slow
 def test_retention_of_seven_tasks_and_of_one(tmp_path):
     """Panels wrap after four; a single task is not pooled with itself."""
     made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV")))
