@@ -79,7 +79,7 @@ class ResourceEstimate:
 
 
 def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_text: float) -> ResourceEstimate:
-    """Estimate what a recipe takes on so many devices with so much data."""
+    """Estimate what a recipe takes with this number of devices and this amount of data."""
     shape = target_shape(recipe.target.name, recipe.target.shape)
     config = DrafterConfig.for_target(recipe.drafter.kind, shape, **recipe.drafter.config_options())
     target_parameters, drafter_parameters = _counted(recipe.target.name, str(recipe.target.shape), recipe, config)
@@ -158,7 +158,7 @@ def step_flops(recipe: Recipe, config: DrafterConfig, target_parameters: int, to
 
 @dataclass(frozen=True)
 class _LayerBytes:
-    """_LayerBytes is what one layer of the drafter keeps for its backward pass, and what that pass makes.
+    """Holds the bytes that one layer of the drafter keeps for its backward pass, and those that the pass makes.
 
     A slot keeps the input and output of both norms and both residual sums (4 H), queries before their norm and
     after rotation and what they attended to (3 Q), keys before their norm (K), and of the MLP gate, its SiLU, up and
