@@ -131,7 +131,7 @@ class BatchSampler:
     An epoch is a random order of all texts that have an anchor, cut into steps of
     ``num_texts``; the last step may have fewer. A step's anchors are drawn
     uniformly without replacement from all those of its texts, up to ``num_anchors``. A text
-    that was dealt more than ``max_anchors_per_text`` keeps so many of them, chosen uniformly.
+    that was dealt more than ``max_anchors_per_text`` keeps that many of them, chosen uniformly.
 
     With ``anchors="rounds"`` that draw only decides how many blocks a text gets. Where they start, from the second
     epoch on, is where rounds of decoding would: each anchor of a text moves on, from one visit to the next, by the
@@ -162,7 +162,7 @@ class BatchSampler:
             seed: of all choices.
             full_blocks: leave out anchors with fewer than B tokens behind them.
             anchors: where blocks start.
-            run_length: draw anchors in runs of so many consecutive ones, for objectives that follow rounds.
+            run_length: draw anchors in runs of this number of consecutive ones, for objectives that follow rounds.
             max_anchors_per_text: anchors of one text in one step, at most; at least one whole run.
         """
         if min(num_texts, num_anchors, num_proposals, run_length, max_anchors_per_text) < 1:

@@ -232,7 +232,7 @@ def _bytes_to_write(folder: Path, target: Target, dataset: TextDataset, layers: 
 
 
 def refuse_large_cache(target: Target, dataset: TextDataset, layers: Sequence[int], max_bytes: int) -> None:
-    """Raise if a cache of the whole dataset would take more than so many bytes."""
+    """Raise if a cache of the whole dataset would take more than ``max_bytes``."""
     dataset, _rows = dataset.whole
     needed = cache_bytes(len(dataset.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
     if needed > max_bytes:

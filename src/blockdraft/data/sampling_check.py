@@ -49,7 +49,7 @@ class SamplingCheck:
     z: the standardised distance between the two.
     best: the distribution under which the tokens are most probable.
     evidence: its gain in log-likelihood over temperature 1 with the whole vocabulary.
-    power: the gain that so many tokens sampled at temperature 0.7 would have shown on average.
+    power: the gain that as many tokens sampled at temperature 0.7 would have shown on average.
     stated: the distribution that the data folder's manifest states, if there is one.
     """
 

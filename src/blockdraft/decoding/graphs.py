@@ -31,7 +31,7 @@ PART = "decoding by CUDA graphs"
 
 MIN_CAPACITY = 256
 KEPT_BYTES = 2**32
-"""Graphs are kept with the target until their KV caches take more than so much; the longest unused go first."""
+"""Graphs are kept with the target until their KV caches take more bytes than this; the longest unused go first."""
 
 CHECKED_TEXTS = ([1, 2, 3, 4, 5], [3, 1, 4, 1, 5, 9, 2, 6, 5])
 CHECKED_ROUNDS = 3

@@ -115,6 +115,6 @@ class AdaptiveProposals:
         return best_num_proposals(self.costs, lengths_of(retention)).num_proposals
 
     def update(self, proposed: int, accepted: int) -> None:
-        """Take in a round that kept so many of the tokens that it proposed; what follows the first loss is unknown."""
+        """Learn from a round that kept ``accepted`` of its proposals; what follows the first rejection is unknown."""
         self.kept = self.memory * self.kept + accepted
         self.rejected = self.memory * self.rejected + (accepted < proposed)

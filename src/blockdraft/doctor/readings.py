@@ -25,12 +25,12 @@ from blockdraft.evaluation.prediction import Predictor, RoundSums
 from blockdraft.targets import Target, TargetOutput, UnsupportedTargetError, choose_layers
 
 GAIN, STANDARD_ERRORS = 1.05, 2.0
-"""A reading is better than another if it keeps so many times more tokens per call, and so clearly over the texts."""
+"""A reading is better than another if it keeps GAIN times its tokens per call, by STANDARD_ERRORS over the texts."""
 SLIGHT_GAIN, SLIGHT_STANDARD_ERRORS = 1.005, 3.0
 """A smaller gain is told as a warning, if it is clearer than that: the field matters little to this drafter."""
 MOST_STANDARD_ERRORS = 99.0
 CONTROL = 1.15
-"""A drafter reads the text if the text's own features keep so many times more tokens than those of other positions."""
+"""A drafter reads its features if those of the text keep this many times the tokens of those of other positions."""
 PASSES = 2
 LAYOUTS = {SlotLayout.FILL_IN: "fill-in (slot 0 discarded)", SlotLayout.NEXT_TOKEN: "next token (slot 0 predicts)"}
 CAUSALITY = {False: "every slot sees its whole block", True: "slots see earlier slots only"}

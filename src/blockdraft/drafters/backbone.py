@@ -256,7 +256,7 @@ class ContextCache:
         return x
 
     def clear_behind(self, length: int) -> None:
-        """Leave zeros behind so many tokens: what a mask hides must still be a number."""
+        """Fill the storage behind the kept tokens with zeros: what a mask hides must still be a number."""
         self.storage[..., length:, :].zero_()
 
     @property

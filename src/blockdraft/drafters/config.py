@@ -104,7 +104,7 @@ class DrafterConfig(BaseModel):
         return self.slots_for(self.num_proposals)
 
     def slots_for(self, num_proposals: int) -> int:
-        """Return how many slots a block of so many proposals takes."""
+        """Return the number of slots that a block with this number of proposals takes."""
         return num_proposals + (self.slot_layout is SlotLayout.FILL_IN)
 
     @classmethod

@@ -212,7 +212,7 @@ class Drafter(nn.Module, ABC):
         """Sample the block after ``anchor`` ``[1]`` from its hidden states ``[1, b, H]``; the rest as for `propose`."""
 
     def with_proposals(self, num_proposals: int) -> Self:
-        """Return this drafter, its weights shared, as one that proposes at most so many tokens everywhere.
+        """Return a drafter that shares these weights and proposes at most ``num_proposals`` tokens.
 
         Training, prediction and decoding then all run the slots of ``num_proposals`` tokens; see `propose`.
         """

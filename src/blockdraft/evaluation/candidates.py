@@ -185,7 +185,7 @@ class Candidate:
         return self.name if self.recipe is None else label_of(self.recipe)
 
     def with_proposals(self, num_proposals: int) -> "Candidate":
-        """Return the same drafter as one that proposes so many tokens."""
+        """Return the same drafter, limited to this number of proposals."""
         whole = self.drafter.config.num_proposals
         if num_proposals == whole:
             return self

@@ -259,7 +259,7 @@ class Assembly:
         )  # fmt: skip
 
     def _bootstrap(self, num_prompts: int, task: int) -> Bootstrap:
-        """Return the resamples of a task with so many prompts, always the same ones."""
+        """Return the resamples of a task with this number of prompts, always the same ones."""
         if (num_prompts, task) not in self._bootstraps:
             drawn = Bootstrap(num_prompts, self.protocol.num_bootstrap, self.protocol.seed, task)
             self._bootstraps[num_prompts, task] = drawn

@@ -102,7 +102,7 @@ class Protocol:
         return tuple(sorted({*self.draft_temperatures, self.temperature}))
 
     def decoded(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts of a task that are decoded: all, or so many of them at even distances."""
+        """Return the prompts of a task that are decoded: all, or ``num_decoded`` at even distances."""
         num = min(self.num_decoded or len(prompts), len(prompts))
         return [prompts[number * len(prompts) // num] for number in range(num)]
 

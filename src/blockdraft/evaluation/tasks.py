@@ -150,7 +150,7 @@ def load_tasks(
 
 
 def choose(prompts: Sequence[Prompt], num: int, seed: int) -> list[Prompt]:
-    """Choose so many of the prompts and keep their order; fewer are a part of more."""
+    """Choose ``num`` of the prompts and keep their order; a smaller choice is part of a larger one."""
     ranks = list(range(len(prompts)))
     random.Random(seed).shuffle(ranks)
     return [prompts[index] for index in sorted(ranks[:num])]

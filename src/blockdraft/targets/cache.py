@@ -46,7 +46,7 @@ class KVCache(Cache):
     def write(
         self, num_rows: int, shape: tuple[int, int], like: Tensor, at: Tensor | None = None
     ) -> tuple[Positions, list[Store]]:
-        """Make room for so many tokens of one text; return where they stand, and how each layer is written and read.
+        """Make room for new tokens of one text; return where they stand, and how each layer is written and read.
 
         Args:
             num_rows: T, tokens to be written.
@@ -66,7 +66,7 @@ class KVCache(Cache):
         return positions, positions.stores(keys, values)
 
     def clear_behind(self, length: int) -> None:
-        """Leave zeros behind so many tokens: what a mask hides must still be a number."""
+        """Fill the storage behind the kept tokens with zeros: what a mask hides must still be a number."""
         for storage in (self._keys, self._values):
             if storage is not None:
                 storage[..., length:, :].zero_()

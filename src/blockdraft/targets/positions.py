@@ -17,7 +17,7 @@ Store = Callable[[Tensor, Tensor], Sequence[Tensor]]
 """Write keys and values of T tokens, ``[kv_heads, T, d]`` each; return all to attend to, ``[1, kv_heads, L, d]``."""
 
 MASKED_ROWS = 64
-"""Up to so many rows behind a cache share a mask that is made once."""
+"""Up to this number of rows behind a cache share a mask that is made once."""
 
 
 class Positions(ABC):

@@ -23,7 +23,7 @@ NORMALIZER_BYTES = 2**26
 """Size of the logits that `Target.normalizer` makes at once."""
 
 FEW_ROWS = 64
-"""Up to so many rows, a product with the head uses packed weights where there are any."""
+"""Up to this number of rows, a product with the head uses packed weights where there are any."""
 
 Message = dict[str, str]
 """``{"role": "user", "content": "..."}``."""
@@ -116,7 +116,7 @@ class Target:
         return find_mask_token(self)
 
     def feature_layers(self, num_features: int) -> tuple[int, ...]:
-        """Return the layers that DFlash chooses for so many features."""
+        """Return the layers that DFlash chooses for this number of features."""
         return choose_layers(self.name, self.num_layers, num_features)
 
     def new_cache(self, capacity: int) -> KVCache:

@@ -49,7 +49,7 @@ class Rates:
         self.started, self.waited = time.perf_counter(), loader.seconds_waited
 
     def measure(self, num_steps: int, num_blocks: float) -> dict[str, float]:
-        """Return the rates over so many steps, with the number of blocks in the last."""
+        """Return the rates over some steps, with the number of blocks in the last of them."""
         seconds = time.perf_counter() - self.started
         rates = {
             "steps_per_second": num_steps / seconds,

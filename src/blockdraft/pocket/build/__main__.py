@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--minutes", type=positive_minutes, default=math.inf, metavar="M",
-        help=f"pause after so many minutes with exit code {PAUSED}; the same command resumes",
+        help=f"pause after this number of minutes with exit code {PAUSED}; the same command resumes",
     )  # fmt: skip
     parser.add_argument("--threads", type=positive_int, default=2, metavar="N", help="threads of PyTorch (%(default)s)")
     parser.add_argument(

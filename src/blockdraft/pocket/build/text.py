@@ -42,7 +42,7 @@ def render(messages: Iterable[Mapping[str, str]], add_generation_prompt: bool = 
 
 
 def train_tokenizer(num_examples: int = 4000, vocab_size: int = VOCAB_SIZE, seed: int = 42) -> Tokenizer:
-    """Learn the merges from so many training conversations of each family."""
+    """Learn the merges from a number of training conversations of each family."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -153,7 +153,7 @@ def encode_conversation(
 
 
 def conversations(tokenizer: Tokenizer, num_tokens: int, seed: str) -> list[EncodedConversation]:
-    """Draw conversations of at least so many tokens in all; some have two turns, some a system message."""
+    """Draw conversations of at least ``num_tokens`` in all; some have two turns, some a system message."""
     dice = Dice(f"packing/{seed}")
     sources = {family: examples(family, "train", seed) for family in FAMILIES}
     found = []

@@ -27,7 +27,7 @@ TWO_TURNS = 0.1
 
 _GENERATORS = {"math": stories.problem, "code": functions.problem, "chat": chat.problem}
 _HELDOUT_SHARE = 10
-"""One prompt in so many is held out."""
+"""One prompt in this number is held out."""
 
 
 class CorpusError(BlockdraftError):
@@ -102,7 +102,7 @@ def prompts(seed: int | str, family: Family | None = None) -> Iterator[CorpusPro
 
 
 def heldout(family: Family, num_prompts: int = 100, kind: str | None = None) -> list[Example]:
-    """Return the fixed evaluation list of a family: the first so many different held-out prompts.
+    """Return the fixed evaluation list of a family: the first ``num_prompts`` different held-out prompts.
 
     A shorter list is the beginning of a longer one; ``kind`` keeps only those of one kind. The responses are one
     good answer each, not the only one.

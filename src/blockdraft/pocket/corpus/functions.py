@@ -114,7 +114,7 @@ def parses(response: str) -> bool:
 def fulfils(prompt: str, response: str, checks: str, seconds: float = 10.0) -> bool:
     """Tell whether the response's function passes the checks, and has the name that the prompt gives, if any.
 
-    A language model wrote the code, so it runs in a Python of its own, for so many seconds at most.
+    A language model wrote the code, so it runs in a Python process of its own, for ``seconds`` at most.
     """
     name, code = _function_name(response), code_of(response)
     asked = re.search(r"`(\w+)[`(]", prompt)

@@ -364,7 +364,7 @@ def _product_below(dice: Dice, limit: int) -> tuple[int, int]:
 
 
 def _add_up(story: Story, num_steps: int, gain: Event) -> None:
-    """Add so many times, and leave room for each."""
+    """Add ``num_steps`` times, and leave room for each."""
     for still in reversed(range(num_steps)):
         story.apply("+", story.dice.between(2, LARGEST - story.value - 2 * still), gain)
 
