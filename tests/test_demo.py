@@ -1,4 +1,4 @@
-"""The demonstration, very small: every stage, stopped and gone on with."""
+"""The demonstration, very small: every stage, stopped and resumed."""
 
 import json
 from dataclasses import replace
@@ -102,5 +102,5 @@ def test_runs_that_were_told_to_stop_are_not_evaluated(tmp_path, monkeypatch):
             return 143
 
     monkeypatch.setattr(demo.subprocess, "Popen", lambda *_, **__: Told())
-    with pytest.raises(DemoError, match="told to stop; the same command goes on"):
+    with pytest.raises(DemoError, match="told to stop; the same command resumes"):
         Demo("pocket", tmp_path, lambda *_: None)._train()

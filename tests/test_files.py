@@ -111,7 +111,7 @@ class Sizes(BaseModel):
         (b"\xff", "is damaged: it is not UTF-8 text"),
         (b"[" * 100_000, "is damaged: it is nested too deeply"),
         (b'{"width": NaN}', "is damaged: NaN is not a number"),
-        (b'{"width": 1, "width": 2}', "is damaged: the key 'width' stands twice"),
+        (b'{"width": 1, "width": 2}', "is damaged: the key 'width' appears twice"),
         (b'{"width": "\\ud800"}', "is damaged: it holds half of a character"),
         (b'{"\\udc00": 1}', "is damaged: it holds half of a character"),
         (b"[]", "is damaged: Input should be"),

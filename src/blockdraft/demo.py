@@ -1,7 +1,7 @@
 """Show the product at work: from nothing to a report in one folder, or a few prompts answered in seconds.
 
 `Demo` makes data, trains two drafters and evaluates them beside the shipped ones. Every stage is an ordinary step of
-the product, and goes on where it stopped. `answer_twice` answers prompts with a shipped drafter and without, in turns.
+the product, and resumes where it stopped. `answer_twice` answers prompts with a shipped drafter and without, in turns.
 """
 
 import os
@@ -183,7 +183,7 @@ class Demo:
         finally:
             for child in children.values():
                 if child.poll() is None:
-                    child.send_signal(signal.SIGTERM)  # it saves, and the next time goes on
+                    child.send_signal(signal.SIGTERM)  # it saves, and the next call resumes
             for child in children.values():
                 child.wait()
         self._show_training()
@@ -192,7 +192,7 @@ class Demo:
                 last = logs[name].read_text(errors="replace").strip().splitlines()[-1:]
                 raise DemoError(f"training {name} failed: {' '.join(last)} (all of it: {logs[name]})")
         if any(child.returncode for child in children.values()):
-            raise DemoError("training was told to stop; the same command goes on")
+            raise DemoError("training was told to stop; the same command resumes")
 
     def _show_training(self) -> None:
         """Show the steps of each run, as far as its metrics tell."""

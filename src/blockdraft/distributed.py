@@ -115,7 +115,7 @@ class Distributed:
     def in_turn(self) -> Iterator[None]:
         """Let the processes of a node run the body one after the other, where each needs much of the host's memory.
 
-        On CPUs they run at once: what they load stays in the host's memory anyhow.
+        On CPUs they run at once: what they load stays in the host's memory anyway.
         """
         alone = not self.is_distributed or self.device.type == "cpu"
         turns = 1 if alone else _variable("LOCAL_WORLD_SIZE", 1, default=1)

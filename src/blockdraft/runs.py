@@ -129,7 +129,9 @@ class Run:
         folder = Path(folder)
         file = folder / "run.json"
         if not cls.is_run(folder):
-            raise RunError(f"{folder} is not a training run: it has no run.json")
+            raise RunError(
+                f"{folder} is not a training run: it has no run.json; name a folder that `blockdraft train` wrote"
+            )
         return cls(folder, read_model(file, RunInfo, RunError, "was it written by another version?"))
 
     @classmethod
@@ -195,7 +197,7 @@ class Run:
         """Return the texts that were trained on, and those that were held out."""
         data = self.recipe.data
         if data.path is None or not data.path.exists():
-            raise RunError(f"{self.folder}: its data folder {data.path} is not there any more")
+            raise RunError(f"{self.folder}: its data folder {data.path} is gone; put it back under this name")
         dataset = open_dataset(data.path, target)
         if dataset.identity != self.info.data:
             raise RunError(f"{data.path} holds other texts than {self.folder} was trained on")
@@ -266,7 +268,7 @@ class Run:
         if not link.exists():
             if link.is_symlink() or (steps.is_dir() and not any(steps.iterdir())):
                 raise RunError(
-                    f"{self.folder} has lost its last checkpoint; put it back, or train anew with another --out. "
+                    f"{self.folder} has lost its last checkpoint; put it back, or train again with another --out. "
                     "Nothing was changed"
                 )
             return None
@@ -315,7 +317,7 @@ _CHECKSUMS = TypeAdapter(dict[str, Annotated[str, StringConstraints(pattern=r"^[
 def verify_checksums(checkpoint: Path) -> None:
     """Raise if a file of a checkpoint is missing or is not the one that was written."""
     file = checkpoint / CHECKSUMS
-    advice = "put a good copy back, or train anew with another --out"
+    advice = "put a good copy back, or train again with another --out"
     try:
         sums = _CHECKSUMS.validate_python(read_json(file, RunError, advice))
     except ValidationError as error:
@@ -331,4 +333,4 @@ def verify_checksums(checkpoint: Path) -> None:
         if not (checkpoint / name).is_file() or sha256(checkpoint / name) != expected
     ]
     if wrong:
-        raise RunError(f"{checkpoint}: {'; '.join(wrong)}. Put the file back, or train anew with another --out")
+        raise RunError(f"{checkpoint}: {'; '.join(wrong)}. Put the file back, or train again with another --out")

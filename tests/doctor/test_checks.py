@@ -155,7 +155,7 @@ def as_ids(offsets):
         (None, "ok", "9 of 40 tokens; d2t and t2d agree", ""),
         (dropping("d2t"), "wrong", "d2t is missing", "9 int64 offsets"),
         (writing("d2t", as_ids), "wrong", "leads outside|t2d marks", "it holds token ids"),
-        (writing("t2d", torch.logical_not), "wrong", "does not lead to the tokens", "anew"),
+        (writing("t2d", torch.logical_not), "wrong", "does not lead to the tokens", "again from the list"),
         (writing("d2t", torch.zeros_like), "wrong", "does not lead to", "write d2t from t2d"),
         (dropping("t2d"), "warning", "t2d is missing", "write it"),
         (put("draft_vocab_size", 40), "warning", "whole vocabulary", "remove them"),

@@ -218,9 +218,9 @@ def test_predictions_that_lack_numbers_are_named():
         draft_temperatures={"block": [0.0, 1.0]},
     )
     few = PredictedText(prompt="one/a", rounds={"block": [(3.0, 8.0)]}, by_proposals={})
-    with pytest.raises(ValueError, match="one/a has not one prediction for each draft temperature"):
+    with pytest.raises(ValueError, match="one/a does not have one prediction for each draft temperature"):
         PredictionFile(settings=settings, texts=[few])
     whole = {"block": [(3.0, 8.0), (2.5, 8.5)]}
     texts = [PredictedText(prompt=f"one/{i}", rounds=whole, by_proposals={"block": [(1.0, 1.0)] * i}) for i in (2, 1)]
-    with pytest.raises(ValueError, match="one/1 has not as many proposals as one/2"):
+    with pytest.raises(ValueError, match="one/1 does not have as many proposals as one/2"):
         PredictionFile(settings=settings, texts=texts)

@@ -91,7 +91,7 @@ def test_what_cannot_fit_is_refused_with_what_to_set():
         RecipeError, match=r"needs \d+\.\d GiB a device.* 40\.0.*set runtime\.gradient_checkpointing=true"
     ):
         fitted(gib=40)
-    with pytest.raises(RecipeError, match="nothing short of more or larger devices"):
+    with pytest.raises(RecipeError, match="train with more or larger devices"):
         fitted(gib=16, num_devices=1)
 
 

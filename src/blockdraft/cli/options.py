@@ -89,8 +89,8 @@ NumProposals = Annotated[
         "--num-proposals",
         metavar="N|auto|adaptive",
         help="How many tokens the drafter proposes at a time, at most those it was trained with. Auto measures this "
-        "machine and takes the number with the most predicted tokens per second; adaptive chooses anew in every round, "
-        "from what the rounds before it kept.",
+        "machine and takes the number with the most predicted tokens per second; adaptive chooses again in every "
+        "round, from what the rounds before it kept.",
         show_default="as many as it was trained with",
     ),
 ]

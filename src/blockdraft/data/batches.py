@@ -61,7 +61,7 @@ class Batch:
     block_tokens: ``[A, B + 1]`` the anchor's token and the B that follow it; zeros where the response has ended.
     valid: ``[A, B]`` which of them exist: a prefix of each block.
     read_positions: ``[P]`` the positions, counted through all rows, whose hidden state predicts a label of a block.
-    read_index: ``[A, B]`` which of them predicts each label; where there is none, one that the block reads anyhow.
+    read_index: ``[A, B]`` which of them predicts each label; where there is none, one that the block reads anyway.
     read_bounds: for each block the first p that it reads, and the one behind the last.
     uniforms: ``[A]`` of `TextAnchors`, where anchors walk.
     loaded: what `Features.load` read for the batch ahead of time.

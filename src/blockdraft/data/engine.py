@@ -22,12 +22,12 @@ class EngineError(BlockdraftError):
 
 
 class Engine(ABC):
-    """Answers conversations. What to sample, and from which target, is said by their requests alone.
+    """Answers conversations. Their requests alone say what to sample, and from which target.
 
     name: the engine's name in the manifest.
     repeatable: whether the same conversations together always give the same tokens. The arithmetic of a batch
         rounds by what runs side by side, so a repeatable engine is given a whole shard at a time, and an
-        interrupted shard is begun anew. Any other engine is given all conversations that are left, and each one
+        interrupted shard is begun again. Any other engine is given all conversations that are left, and each one
         that it finishes is kept at once.
     """
 

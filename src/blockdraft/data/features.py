@@ -33,7 +33,7 @@ TOKENS_PER_PASS = 4096
 READERS = 4
 """Threads that read a batch's texts from a cache."""
 
-REPAIR = "delete the folder, and the cache is built anew"
+REPAIR = "delete the folder to have the cache built again"
 
 
 class Features(ABC):
@@ -77,7 +77,9 @@ class CacheIndex(BaseModel):
         """Read the index of a cache's folder."""
         path = folder / INDEX
         if not os.path.lexists(path):
-            raise DataError(f"{folder} is not a feature cache: it has no {INDEX}")
+            raise DataError(
+                f"{folder} is not a feature cache: it has no {INDEX}; training with data.features=cached makes one"
+            )
         return read_model(path, cls, DataError, REPAIR)
 
 

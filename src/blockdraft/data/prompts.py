@@ -215,7 +215,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             raise PromptError(f"{path}, {where}: the id {prompt.id!r} is taken by an earlier row; ids must differ")
         found[prompt.id] = prompt
     if not found:
-        raise PromptError(f"{path}: no prompts in it")
+        raise PromptError(
+            f"{path}: no prompts in it; write one JSON object to a line, with the user's messages in turns"
+        )
     return list(found.values())
 
 

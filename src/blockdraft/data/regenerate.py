@@ -1,4 +1,4 @@
-"""Turn prompts into texts: every assistant turn is sampled anew from the target, into a data folder."""
+"""Turn prompts into texts: every assistant turn is sampled from the target, into a data folder."""
 
 import hashlib
 import json
@@ -276,7 +276,7 @@ def _is_complete(folder: Path, num_prompts: int) -> bool:
 def _grow(folder: Path, prompts: Sequence[Prompt], identity: Identity) -> None:
     """Make room for more prompts in a folder, if they begin with those that it was made of and all else is the same.
 
-    A last shard that was not full is made anew. Anything else is left as it is, for `Store` to resume or to refuse.
+    A last shard that was not full is made again. Anything else is left as it is, for `Store` to resume or to refuse.
     """
     if not (folder / MANIFEST).exists():
         return

@@ -87,7 +87,7 @@ def check_sampling(dataset: TextDataset, target: Target, *, num_tokens: int = 20
 
     Args:
         dataset: the texts.
-        target: the model that is said to have written them.
+        target: the model that should have written them.
         num_tokens: how many response tokens to look at, in whole responses.
         seed: the seed of the choice of responses.
     """

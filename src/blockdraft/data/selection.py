@@ -238,7 +238,7 @@ def select_generated(
             fruitless += 1
             if fruitless == PATIENCE:
                 raise PromptError(
-                    f"the generator has no more to say: {len(held) + len(kept)} of {heldout + num} prompts, then "
+                    f"the generator yields nothing new: {len(held) + len(kept)} of {heldout + num} prompts, then "
                     f"{PATIENCE} in a row dropped ({account.reasons()}); ask for fewer, or loosen the limits"
                 )
             continue

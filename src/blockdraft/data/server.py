@@ -51,7 +51,7 @@ Outcome = Reply | Exception
 
 
 class ServerEngine(Engine):
-    """Takes responses from servers that hold the target's weights, or are said to.
+    """Takes responses from servers that hold the target's weights, or claim to.
 
     Several servers share the work. One that stays out of reach hands its work to the others.
     """

@@ -44,7 +44,7 @@ SCHEMA = pa.schema(
     ]
 )
 
-REPAIR = f"put the file back, or delete it and its entry in {MANIFEST} and run data regenerate again to make it anew"
+REPAIR = f"put the file back, or delete it and its entry in {MANIFEST} and run data regenerate again to make a new one"
 
 HELDOUT = 3
 """The number of the random stream that chooses held-out texts; batches use others."""

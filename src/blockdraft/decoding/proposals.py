@@ -6,7 +6,7 @@ A round of b proposals yields on average L(b) tokens, which prediction knows, an
 
 seconds, which `blockdraft.decoding.costs` measures: drafting b tokens, a pass of the target over 1 + b, and all else.
 The best b is the argmax of L(b) / T(b). A drafter that was trained with B can propose any b up to B; decoding stays
-lossless. `best_num_proposals` chooses one number for all texts, `AdaptiveProposals` anew in every round of a text.
+lossless. `best_num_proposals` chooses one number for all texts, `AdaptiveProposals` one for every round of a text.
 """
 
 import itertools

@@ -27,7 +27,7 @@ from blockdraft.targets import Target, TargetOutput, UnsupportedTargetError, cho
 GAIN, STANDARD_ERRORS = 1.05, 2.0
 """A reading is better than another if it keeps GAIN times its tokens per call, by STANDARD_ERRORS over the texts."""
 SLIGHT_GAIN, SLIGHT_STANDARD_ERRORS = 1.005, 3.0
-"""A smaller gain is told as a warning, if it is clearer than that: the field matters little to this drafter."""
+"""A smaller gain becomes a warning if it is clearer than that: the field matters little to this drafter."""
 MOST_STANDARD_ERRORS = 99.0
 CONTROL = 1.15
 """A drafter reads its features if those of the text keep this many times the tokens of those of other positions."""
@@ -355,7 +355,7 @@ def how_to_change(folder: Folder, field: str, value: Any) -> str:
     if field == "causality":
         if not value:
             return f"its blocks are not causal: set is_causal, or causal in dflash_config, to false in {CONFIG}"
-        return "it was trained with causal blocks, which blockdraft, z-lab's loop and SGLang do not run; train it anew"
+        return "it was trained with causal blocks, which blockdraft, z-lab's loop and SGLang do not run; train it again"
     return f"copy the target's head and embedding into {WEIGHTS}; the folder's are worse"
 
 

@@ -115,7 +115,7 @@ def _vocabulary(folder: Folder, config: DrafterConfig) -> Iterator[Finding]:
             advice = f"write {D2T} from {T2D}: its marked ids - arange({size})"
             ids = marked
         else:
-            advice = f"write {D2T} and {T2D} anew from the list of tokens that it was trained with"
+            advice = f"write {D2T} and {T2D} again from the list of tokens that it was trained with"
             if not _distinct(ids, config.vocab_size):
                 folder.hopeless = "it is not known which tokens the drafter's head stands for"
         yield Finding("draft vocabulary", "wrong", f"{D2T} {problem}", advice)
@@ -152,7 +152,7 @@ def _names(folder: Folder, config: DrafterConfig) -> Iterator[Finding]:
     shapes = [n for n in wanted if n in found and found[n].shape != wanted[n].shape]
     if missing:
         folder.hopeless = "tensors are missing"
-        advice = "engines leave them random without a word; write the folder anew, with all of them"
+        advice = "engines leave them random without a word; write the folder again, with all of them"
         yield Finding("tensors", "wrong", f"missing {listed(missing)}", advice)
     if shapes:
         folder.hopeless = "tensors have other shapes than the configuration asks for"

@@ -336,7 +336,7 @@ class Evaluation:
     # Diagnostics
 
     def _dynamics(self) -> list[Dynamics]:
-        """Measure every run that kept its epochs and whose data is there; what stands in the way of one is said."""
+        """Measure every run that kept its epochs and whose data is there; report what stands in the way of any."""
         found = []
         for candidate in self.candidates:
             run = candidate.run

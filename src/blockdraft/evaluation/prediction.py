@@ -271,7 +271,7 @@ def _log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Numbers:
 
 
 class PredictionSettings(Strict):
-    """Says what a file of predictions rests on; one that rests on anything else is made anew.
+    """Says what a file of predictions rests on; one that rests on anything else is made again.
 
     drafter: fingerprint of its weights and configuration. texts: identity of the target's texts.
     draft_temperatures: by rule.
@@ -307,9 +307,9 @@ class PredictionFile(Strict):
     def _complete(self) -> "PredictionFile":
         for text in self.texts:
             if _sizes(text.rounds) != _sizes(self.settings.draft_temperatures):
-                raise ValueError(f"{text.prompt} has not one prediction for each draft temperature")
+                raise ValueError(f"{text.prompt} does not have one prediction for each draft temperature")
             if _sizes(text.by_proposals) != _sizes(self.texts[0].by_proposals):
-                raise ValueError(f"{text.prompt} has not as many proposals as {self.texts[0].prompt}")
+                raise ValueError(f"{text.prompt} does not have as many proposals as {self.texts[0].prompt}")
         return self
 
     @classmethod

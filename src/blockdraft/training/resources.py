@@ -224,13 +224,12 @@ def fit(recipe: Recipe, memory: int, *, num_devices: int, num_texts: int, tokens
         chosen.append(name)
         if peak(fitting.model_copy(update={"runtime": runtime})) <= memory:
             raise RecipeError(
-                f"this run needs {needed / GIB:.1f} GiB a device and there are {memory / GIB:.1f}, with "
-                f"batch.gradient_accumulation_steps={fitting.batch.gradient_accumulation_steps} even; "
-                f"set {' '.join(chosen)}"
+                f"this run needs {needed / GIB:.1f} GiB a device and there are {memory / GIB:.1f}, even with "
+                f"batch.gradient_accumulation_steps={fitting.batch.gradient_accumulation_steps}; set {' '.join(chosen)}"
             )
     raise RecipeError(
-        f"this run needs {needed / GIB:.1f} GiB a device and there are {memory / GIB:.1f}; nothing short of more or "
-        "larger devices, a smaller target or a smaller drafter would do"
+        f"this run needs {needed / GIB:.1f} GiB a device and there are {memory / GIB:.1f}; train with more "
+        "or larger devices, a smaller target or a smaller drafter"
     )
 
 

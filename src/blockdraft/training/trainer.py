@@ -328,7 +328,7 @@ class Trainer:
         else:
             if os.path.lexists(folder / "steps"):
                 raise RunError(
-                    f"{folder} has checkpoints but no run.json, so nobody knows of what; choose another --out"
+                    f"{folder} has checkpoints but no run.json to say what they belong to; choose another --out"
                 )
             run = Run.create(folder, info) if self.distributed.is_main else Run(folder, info)
         self.distributed.barrier()
@@ -390,6 +390,6 @@ def _refuse_other_sampling(recipe: Recipe, objective: Objective, dataset: TextDa
     manifest = dataset.manifest
     if manifest is not None and manifest.identity.sampling != Sampling(objective.temperature):
         raise RecipeError(
-            f"{recipe.data.path} was sampled with {asdict(manifest.identity.sampling)}, the objective assumes "
-            f"temperature {objective.temperature:g} over the whole vocabulary; regenerate the data so"
+            f"{recipe.data.path} was sampled with {asdict(manifest.identity.sampling)}, but the objective assumes "
+            f"temperature {objective.temperature:g} over the whole vocabulary; regenerate the data that way"
         )
