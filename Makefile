@@ -54,8 +54,8 @@ lint: $(INSTALLED) ## ruff, mypy, import directions, width of prose
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-check: lint ## the inner loop: lint and the quick tests, about two minutes
-	$(BIN)/pytest -m "not slow and not kill and not browser and not engine"
+check: lint ## the inner loop: lint and the quick tests, under two minutes on two cores
+	$(BIN)/pytest -m "not slow and not kill and not browser and not engine" --hypothesis-profile=quick
 
 format: $(INSTALLED) ## format code and prose
 	$(BIN)/ruff format .

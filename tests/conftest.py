@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("blockdraft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("blockdraft"), max_examples=20)  # make check
 settings.load_profile("blockdraft")  # a machine that is busy with something else must not make a test fail
 
 REAL_PROMPTS = "BLOCKDRAFT_REAL_PROMPTS"

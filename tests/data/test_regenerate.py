@@ -120,7 +120,7 @@ def copied(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "copied")
 
 
-@pytest.mark.parametrize("after", [0, 3, 5, 11, 22])
+@pytest.mark.parametrize("after", [3, 22, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 5, 11))])
 def test_an_interrupted_run_resumes_to_the_same_rows(tmp_path, whole, after):
     target = tiny_target()
     with pytest.raises(KeyboardInterrupt):
@@ -154,8 +154,8 @@ def test_a_finished_folder_asks_the_engine_for_nothing(tmp_path):
     assert again.asked == []
 
 
-@pytest.mark.parametrize("num_first", [10, 12])
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("num_first", [pytest.param(10, marks=pytest.mark.slow), 12])
+@pytest.mark.parametrize("interrupted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_folder_grows_by_more_prompts_to_the_rows_that_all_of_them_give(tmp_path, num_first, interrupted):
     target = tiny_target()
     make(tmp_path / "whole", target)

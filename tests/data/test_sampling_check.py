@@ -101,7 +101,7 @@ def test_the_power_is_that_of_the_definition():
     assert check_sampling(dataset, target).power == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("num", [2, 160])
+@pytest.mark.parametrize("num", [2, pytest.param(160, marks=pytest.mark.slow)])
 def test_data_whose_manifest_states_another_distribution_does_not_pass(num, tmp_path):
     """However few its tokens are, and however plain they look."""
     target = tiny_target()

@@ -299,7 +299,7 @@ def test_no_more_can_be_proposed_than_was_trained(num_proposals):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("num_proposals", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_tokens_are_drawn_from_the_distribution_reported(kind, temperature, num_proposals):
     """Frequencies of the first token, and of the second given the first, against the reported q."""

@@ -307,6 +307,7 @@ def test_a_folder_holds_one_evaluation(tmp_path):
         evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path, FEW)
 
 
+@pytest.mark.slow
 def test_predictions_of_earlier_weights_are_not_taken_for_those_of_others(tmp_path):
     """Names of drafters mean nothing to predictions: their weights do."""
     target = bigram_target(eos=EOS)
