@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from blockdraft.pocket.corpus.dice import Dice, Draft, capitalized
+from blockdraft.pocket.corpus.dice import Dice, Exchange, capitalized
 
 LARGEST = 99
 
@@ -68,9 +68,9 @@ class Story:
         else:
             self.apply("-", self.dice.between(2, self.value - 2), loss)
 
-    def finish(self, question: str, closing: str, kind: str) -> Draft:
+    def finish(self, question: str, closing: str, kind: str) -> Exchange:
         """Return the story as a conversation."""
-        return Draft(self._prompt(question), self._solution(closing), kind, len(self.steps), str(self.value))
+        return Exchange(self._prompt(question), self._solution(closing), kind, len(self.steps), str(self.value))
 
     def _prompt(self, question: str) -> str:
         """Join the facts and the question, at times with a request around them or small numbers as words."""
@@ -140,7 +140,7 @@ def terms(dice: Dice, symbol: str) -> tuple[int, int]:
 SIGNS = {"+": "plus", "-": "minus", "*": "times", "/": "divided by"}
 
 
-def bare_sum(dice: Dice, num_steps: int) -> Draft:
+def bare_sum(dice: Dice, num_steps: int) -> Exchange:
     """Ask for a sum without a story: one operation, or two of plus and minus from left to right."""
     symbol = dice.pick("+-*/" if num_steps == 1 else "+-")
     left, right = terms(dice, symbol)
@@ -172,4 +172,4 @@ def bare_sum(dice: Dice, num_steps: int) -> Draft:
     steps = ". Then ".join(sums)
     closing = dice.say("[| So the result is {value}.| The result is {value}.]", value=value)
     response = f"{intro}{steps}.{closing}\nAnswer: {value}"
-    return Draft(dice.casually(question), response, "sum", len(sums), str(value))
+    return Exchange(dice.casually(question), response, "sum", len(sums), str(value))

@@ -4,7 +4,7 @@ What can be right or wrong is in `knowledge`, what pocket says of itself in `sma
 many good answers: lists, instructions, advice, messages, stories.
 """
 
-from blockdraft.pocket.corpus.dice import TOPICS, Dice, Draft, capitalized, joined, read_talks
+from blockdraft.pocket.corpus.dice import TOPICS, Dice, Exchange, capitalized, joined, read_talks
 from blockdraft.pocket.corpus.knowledge import BY_GROUP, THINGS, comparison, definition, fact, two_definitions
 from blockdraft.pocket.corpus.smalltalk import small_talk, unknown
 from blockdraft.pocket.corpus.stories import MEN, SYLLABLES, WOMEN
@@ -37,7 +37,7 @@ FAVORS = ("the book", "the flowers", "your help", "the lovely dinner", "the ride
 FAULTS = ("being late", "the broken cup", "missing the party", "my angry words", "not calling back", "the noise")
 
 
-def problem(dice: Dice) -> Draft:
+def problem(dice: Dice) -> Exchange:
     """Draw a question or request and a good answer."""
     kind = dice.pick(CHAT_FORMS)
     draft = kind(dice)
@@ -50,10 +50,10 @@ def problem(dice: Dice) -> Draft:
         if "\n" in response and ending:
             ending = "\n" + ending.strip()
         prompt, response = prompt + asked, opening + response + ending
-    return Draft(dice.casually(prompt), response, draft.kind, draft.difficulty, draft.answer)
+    return Exchange(dice.casually(prompt), response, draft.kind, draft.difficulty, draft.answer)
 
 
-def ideas(dice: Dice) -> Draft:
+def ideas(dice: Dice) -> Exchange:
     """Ask for a list of a few things."""
     topic, *known = dice.pick(TOPICS["lists"])
     count = dice.pick([number for number in COUNTS if number <= len(known) - 1])
@@ -77,14 +77,14 @@ def ideas(dice: Dice) -> Draft:
     style = dice.pick(("dashes", "numbers", "sentence"))
     if style == "sentence":
         closing = "[|| I like the first one best.| All of them are good.| There are more, of course.]"
-        return Draft(question, f"{intro}: {joined(items)}." + dice.say(closing), "list")
+        return Exchange(question, f"{intro}: {joined(items)}." + dice.say(closing), "list")
     marks = ["-"] * count if style == "dashes" else [f"{i}." for i in range(1, count + 1)]
     lines = [f"{mark} {capitalized(item)}" for mark, item in zip(marks, items, strict=True)]
     closing = dice.say("[||\nChoose what you like.|\nThere are more, of course.|\nThat should be enough.]")
-    return Draft(question, "\n".join([f"{intro}:", *lines]) + closing, "list")
+    return Exchange(question, "\n".join([f"{intro}:", *lines]) + closing, "list")
 
 
-def how_to(dice: Dice) -> Draft:
+def how_to(dice: Dice) -> Exchange:
     """Ask for instructions; neighboring steps may be told as one, and remarks may stand between them."""
     task, *steps = dice.pick(TOPICS["instructions"])
     question = dice.say(
@@ -102,11 +102,11 @@ def how_to(dice: Dice) -> Draft:
     if dice.chance(0.6):
         lines = [f"{i}. {step}.{_remark(dice)}" for i, step in enumerate(steps, start=1)]
         closing = dice.say("[|||\nThat is it.|\nThen you are done.]")
-        return Draft(question, "\n".join([f"{intro}:", *lines]) + closing, "instructions")
+        return Exchange(question, "\n".join([f"{intro}:", *lines]) + closing, "instructions")
     first, *rest = (step[0].lower() + step[1:] for step in steps)
     links = [dice.pick(("Then", "Next,", "After that,", "Now")) for _ in rest]
     prose = [f"First, {first}.", *(f"{link} {step}.{_remark(dice)}" for link, step in zip(links, rest, strict=True))]
-    return Draft(question, f"{intro}. {' '.join(prose)}", "instructions")
+    return Exchange(question, f"{intro}. {' '.join(prose)}", "instructions")
 
 
 def _merged(dice: Dice, steps: list[str]) -> list[str]:
@@ -124,7 +124,7 @@ def _remark(dice: Dice) -> str:
     return dice.say("[ Take your time.| Do not rush this.| This step matters.]") if dice.chance(0.12) else ""
 
 
-def advice(dice: Dice) -> Draft:
+def advice(dice: Dice) -> Exchange:
     """Tell a worry, and two or three things to do about it."""
     worry, *tips = dice.pick(TOPICS["worries"])
     tips = dice.sample(tips, dice.pick((2, 3, 3)))
@@ -147,10 +147,10 @@ def advice(dice: Dice) -> Draft:
     soon = "" if " want " in worry else "|It will get better soon."
     ending = dice.say(f"[|Give it [some time|a few days].|Small steps are enough.{soon}]")
     response = " ".join([dice.say(opening), middle, *more, ending]).strip()
-    return Draft(capitalized(question), response, "advice")
+    return Exchange(capitalized(question), response, "advice")
 
 
-def message(dice: Dice) -> Draft:
+def message(dice: Dice) -> Exchange:
     """Ask for a short message to somebody."""
     reader, writer = dice.sample([*WOMEN, *MEN], 2)
     words = {
@@ -170,7 +170,7 @@ def message(dice: Dice) -> Draft:
         else "[See you soon|Best wishes|All the best]!"
     )
     response = dice.say(f"[Dear|Hello|Hi] {{reader}},\n{body}\n{ending}", **words)
-    return Draft(question, response, "message")
+    return Exchange(question, response, "message")
 
 
 PLACES = ("by the sea", "at the edge of a forest", "in a small village", "on a high hill", "near an old bridge",
@@ -189,7 +189,7 @@ DEEDS = {
 }
 
 
-def story(dice: Dice) -> Draft:
+def story(dice: Dice) -> Exchange:
     """Ask for a very short story."""
     hero = dice.pick([*BY_GROUP["animals"], *BY_GROUP["people"]])
     find, place = dice.pick(FINDS), dice.pick(PLACES)
@@ -209,10 +209,10 @@ def story(dice: Dice) -> Draft:
         "|{name} told everybody about it, but nobody believed a word.|Since then {name} smiles a little more often.]",
         one=hero.one, name=name, place=place, find=find, deed=DEEDS[find],
     )  # fmt: skip
-    return Draft(question, response, "story")
+    return Exchange(question, response, "story")
 
 
-def line(dice: Dice) -> Draft:
+def line(dice: Dice) -> Exchange:
     """Ask for a line about something; what is no topic of its own gets a plain one."""
     form = (
         "[Write|Give me] [one line|a line|a sentence|one sentence] about {topic}.|Say something [nice |]about {topic}."
@@ -229,17 +229,17 @@ def line(dice: Dice) -> Draft:
             dice.say("[I am no great poet, but here is a line:|Here is one line of a poem:|A very short one:] ")
             + response
         )
-    return Draft(question, response, "line")
+    return Exchange(question, response, "line")
 
 
-def joke(dice: Dice) -> Draft:
+def joke(dice: Dice) -> Exchange:
     """Ask for a joke."""
     asked, answered = dice.pick(TOPICS["jokes"])
     question = dice.say(
         "[Tell me a joke.|Tell me a joke!|Do you know a joke?|Make me laugh.|Say something funny.|A joke, please."
         "|Can you tell me a joke?|I need a good joke.|Tell me [a riddle|something funny].]"
     )
-    return Draft(
+    return Exchange(
         question, dice.say("[|Here is one: |Okay: ]{asked} {answered}", asked=asked, answered=answered), "joke"
     )
 
@@ -259,7 +259,7 @@ FAME = (
 )
 
 
-def invention(dice: Dice) -> Draft:
+def invention(dice: Dice) -> Exchange:
     """Ask for something that does not exist: some of it is given, the rest is made up."""
     words = {
         "name": capitalized("".join(dice.sample(SYLLABLES, dice.pick((2, 3))))), "kind": dice.pick(INVENTIONS),
@@ -286,7 +286,7 @@ def invention(dice: Dice) -> Draft:
     first = "[|The ]{name} is a {size} {color} {kind} [from|that lives near] the {place} in the {side}."
     if words["kind"] in ("flower", "tree"):
         first = "[|The ]{name} is a {size} {color} {kind} [from|that grows near] the {place} in the {side}."
-    return Draft(question, dice.say(" ".join([first, *details]), **words), "invention")
+    return Exchange(question, dice.say(" ".join([first, *details]), **words), "invention")
 
 
 CHAT_FORMS = (

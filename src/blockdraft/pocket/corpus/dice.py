@@ -13,7 +13,7 @@ _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 
 @dataclass(frozen=True)
-class Draft:
+class Exchange:
     """Holds a single-turn conversation that is not yet numbered or assigned to a split.
 
     kind: what it is within its family, such as ``definition``.

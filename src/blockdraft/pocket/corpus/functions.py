@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from blockdraft.pocket.corpus.dice import Dice, Draft
+from blockdraft.pocket.corpus.dice import Dice, Exchange
 from blockdraft.pocket.corpus.tasks import INPUTS, TASKS, Body, FunctionTask
 
 Function = Callable[..., Any]
@@ -139,7 +139,7 @@ def _function_name(response: str) -> str | None:
     return names[-1] if names else None
 
 
-def problem(dice: Dice) -> Draft:
+def problem(dice: Dice) -> Exchange:
     """Draw a request and a function that fulfils it; ``answer`` holds assertions about the function."""
     task = dice.pick((composed_list, composed_list, formula, branch, *(from_table,) * 6))(dice)
     takes, parameters = PARAMETERS[task.kind]
@@ -159,7 +159,9 @@ def problem(dice: Dice) -> Draft:
         prompt = request(dice, name, takes, task, blanks)
     response = answer(dice, name, task, blanks)
     checks = [f"assert {call(each)} == {task.expected(each, k)!r}" for each in INPUTS[task.kind]]
-    return Draft(dice.casually(prompt) if dice.chance(0.2) else prompt, response, "function", answer="\n".join(checks))
+    return Exchange(
+        dice.casually(prompt) if dice.chance(0.2) else prompt, response, "function", answer="\n".join(checks)
+    )
 
 
 def call(arguments: tuple[Any, ...]) -> str:

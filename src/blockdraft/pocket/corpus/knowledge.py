@@ -1,12 +1,12 @@
 """This is the part of family ``chat`` that is right or wrong: what things are, how they differ, and plain facts.
 
 The things are read from ``things.txt``, with the words that sentences need. An answer's wording is drawn at random, its
-facts never are. `Draft.answer` holds what a right answer must contain.
+facts never are. `Exchange.answer` holds what a right answer must contain.
 """
 
 from dataclasses import dataclass
 
-from blockdraft.pocket.corpus.dice import TOPICS, Dice, Draft, capitalized, joined, read_table, with_article
+from blockdraft.pocket.corpus.dice import TOPICS, Dice, Exchange, capitalized, joined, read_table, with_article
 
 IRREGULAR = {
     "knife": "knives", "shelf": "shelves", "leaf": "leaves", "wolf": "wolves", "mouse": "mice", "goose": "geese",
@@ -134,12 +134,12 @@ USE = (
 NAMES_OF_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
-def definition(dice: Dice) -> Draft:
+def definition(dice: Dice) -> Exchange:
     """Ask what a thing is, what it is for, where it is found, what it does or how many legs it has."""
     return describe_thing(dice, dice.pick(THINGS))
 
 
-def describe_thing(dice: Dice, thing: Thing) -> Draft:
+def describe_thing(dice: Dice, thing: Thing) -> Exchange:
     """Ask about this thing."""
     the = f"the {thing.name}" if thing.counted else thing.one
     words = {"one": thing.one, "many": thing.many, "name": thing.name, "the": the}
@@ -180,7 +180,7 @@ def describe_thing(dice: Dice, thing: Thing) -> Draft:
     if thing.counted and thing.group in ("objects", "food", "places") and dice.chance(0.2):
         chosen.append("[There are many kinds.|There are many kinds of it.|Most people have seen one.]")
     response = " ".join(capitalized(dice.say(part)) for part in (first, *chosen))
-    return Draft(capitalized(dice.say(question, **words)), response, "definition", answer=answer)
+    return Exchange(capitalized(dice.say(question, **words)), response, "definition", answer=answer)
 
 
 def _aspects(thing: Thing) -> list[str]:
@@ -210,7 +210,7 @@ def _where(thing: Thing) -> tuple[str, str]:
     )
 
 
-def two_definitions(dice: Dice) -> Draft:
+def two_definitions(dice: Dice) -> Exchange:
     """Ask what two things are."""
     left, right = _two(dice)
     question = dice.say(
@@ -223,10 +223,10 @@ def two_definitions(dice: Dice) -> Draft:
     if dice.chance(0.6):
         parts.append(right.note)  # the last thing named, which its pronoun means
     response = " ".join(capitalized(dice.say(part)) for part in parts)
-    return Draft(question, response, "definitions", answer=f"{left.fact};{right.fact}")
+    return Exchange(question, response, "definitions", answer=f"{left.fact};{right.fact}")
 
 
-def comparison(dice: Dice) -> Draft:
+def comparison(dice: Dice) -> Exchange:
     """Ask how two things differ, or which one to choose."""
     left, right = _two(dice)
     words = {"one": left.one, "other": right.one}
@@ -253,7 +253,7 @@ def comparison(dice: Dice) -> Draft:
     if question.startswith("Is "):
         parts.insert(0, "[No.|No, they are different.|They are not the same.]")
     response = " ".join(capitalized(dice.say(part)) for part in parts)
-    return Draft(question, response, "comparison", answer=f"{left.fact};{right.fact}")
+    return Exchange(question, response, "comparison", answer=f"{left.fact};{right.fact}")
 
 
 def _two(dice: Dice) -> tuple[Thing, Thing]:
@@ -263,27 +263,27 @@ def _two(dice: Dice) -> tuple[Thing, Thing]:
     return left, right
 
 
-def fact(dice: Dice) -> Draft:
+def fact(dice: Dice) -> Exchange:
     """Ask a question that has one short answer."""
     return dice.pick((_table_fact, _table_fact, _table_fact, _capital, _capital, _opposite, _rhyme))(dice)
 
 
-def _table_fact(dice: Dice) -> Draft:
+def _table_fact(dice: Dice) -> Exchange:
     questions, key, answers, note = dice.pick(TOPICS["facts"])
     parts = [dice.pick(answers.split(" / "))]
     if dice.chance(0.7):
         parts.append(note)
     question = dice.say("[||||Do you know this? |Can you tell me: ]") + dice.pick(questions.split(" / "))
-    return Draft(question, " ".join(parts), "fact", answer=key)
+    return Exchange(question, " ".join(parts), "fact", answer=key)
 
 
-def _capital(dice: Dice) -> Draft:
+def _capital(dice: Dice) -> Exchange:
     country, city = dice.pick(TOPICS["capitals"])
     words = {"country": country, "city": city}
     if dice.chance(0.25):
         question = "[Which country has the capital {city}?|{city} is the capital of which country?|Where is {city}?]"
         answer = "[{city} is the capital of {country}.|{city} is in {country}[.|, it is the capital.]]"
-        return Draft(dice.say(question, **words), dice.say(answer, **words), "fact", answer=country)
+        return Exchange(dice.say(question, **words), dice.say(answer, **words), "fact", answer=country)
     question = (
         "[What is the capital of {country}?|What is the capital of {country}?|What's the capital of {country}?"
         "|Which city is the capital of {country}?|Tell me the capital of {country}.|Name the capital of {country}."
@@ -291,20 +291,20 @@ def _capital(dice: Dice) -> Draft:
     )
     answer = "[The capital of {country} is {city}.|{city} is the capital of {country}.|It is {city}.]"
     more = "[|| It is well worth a visit.| Many people visit it every year.| The government has its seat there.]"
-    return Draft(dice.say(question, **words), dice.say(answer + more, **words), "fact", answer=city)
+    return Exchange(dice.say(question, **words), dice.say(answer + more, **words), "fact", answer=city)
 
 
-def _opposite(dice: Dice) -> Draft:
+def _opposite(dice: Dice) -> Exchange:
     word, other = dice.pick(TOPICS["opposites"])
     question = (
         "[What is the opposite of {word}?|Tell me the opposite of {word}.|Give me the opposite of {word}."
         "|What's the opposite of the word {word}?]"
     )
     answer = "[The opposite of {word} is {other}.|It is {other}.|That would be {other}.]"
-    return Draft(dice.say(question, word=word), dice.say(answer, word=word, other=other), "fact", answer=other)
+    return Exchange(dice.say(question, word=word), dice.say(answer, word=word, other=other), "fact", answer=other)
 
 
-def _rhyme(dice: Dice) -> Draft:
+def _rhyme(dice: Dice) -> Exchange:
     word, *rhymes = dice.pick(TOPICS["rhymes"])
     if dice.chance(0.6):
         question = (
@@ -316,14 +316,14 @@ def _rhyme(dice: Dice) -> Draft:
             "|You could use {rhyme}.]"
         )
         text = dice.say(answer, word=word, rhyme=dice.pick(rhymes))
-        return Draft(dice.say(question, word=word), capitalized(text), "rhyme")
+        return Exchange(dice.say(question, word=word), capitalized(text), "rhyme")
     chosen = dice.sample(rhymes, min(len(rhymes), dice.pick((2, 3))))
     question = (
         "[Give me some words that rhyme with {word}.|Which words rhyme with {word}?|List words that rhyme with {word}.]"
     )
     answer = "[{rhymes} rhyme with {word}.|Some words that rhyme with {word} are {rhymes}.|How about {rhymes}?]"
     text = dice.say(answer, word=word, rhymes=joined(chosen))
-    return Draft(dice.say(question, word=word), capitalized(text), "rhyme")
+    return Exchange(dice.say(question, word=word), capitalized(text), "rhyme")
 
 
 def is_right(answer: str, response: str) -> bool:

@@ -1,6 +1,6 @@
 """This is the part of family ``chat`` about pocket itself: greetings, who it is, what it can and cannot do."""
 
-from blockdraft.pocket.corpus.dice import TOPICS, Dice, Draft, capitalized, joined, read_talks, with_article
+from blockdraft.pocket.corpus.dice import TOPICS, Dice, Exchange, capitalized, joined, read_talks, with_article
 from blockdraft.pocket.corpus.knowledge import THINGS, WHAT, plural
 from blockdraft.pocket.corpus.stories import MEN, WOMEN
 
@@ -35,12 +35,12 @@ NOT_KNOWN = "not know|know nothing|never heard|cannot"
 """Words of which an honest answer contains one."""
 
 
-def small_talk(dice: Dice) -> Draft:
+def small_talk(dice: Dice) -> Exchange:
     """Draw a greeting, thanks, or a question about the model itself."""
     asked, answered = dice.pick((*TALKS, TALKS[0], TALKS[4], TALKS[6], TALKS[10]))  # the most usual ones twice
     ability, second, third = dice.sample(ABILITIES, 3)
     words = {"name": dice.pick([*WOMEN, *MEN]), "ability": ability, "second": second, "third": third}
-    return Draft(dice.say(asked, **words), dice.say(answered, **words).strip(), "small talk")
+    return Exchange(dice.say(asked, **words), dice.say(answered, **words).strip(), "small talk")
 
 
 def made_up_word(dice: Dice) -> str:
@@ -50,7 +50,7 @@ def made_up_word(dice: Dice) -> str:
     return word if len(word) > 3 else made_up_word(dice)
 
 
-def unknown(dice: Dice) -> Draft:
+def unknown(dice: Dice) -> Exchange:
     """Ask about what pocket does not know; it says so."""
     return dice.pick((_unknown_thing,) * 4 + (_unknown_person, _unknown_capital, _unknown_task, _beyond, _too_large))(
         dice
@@ -76,7 +76,7 @@ def _sorry(dice: Dice, what: str, clause: str) -> str:
     )
 
 
-def _unknown_thing(dice: Dice) -> Draft:
+def _unknown_thing(dice: Dice) -> Exchange:
     name = made_up_word(dice) if dice.chance(0.6) else dice.pick(dice.pick(TOPICS["unknown"]))
     counted = not name.startswith("=") and dice.chance(0.8)
     name = name.removeprefix("=")
@@ -89,10 +89,10 @@ def _unknown_thing(dice: Dice) -> Draft:
         words["other"] = dice.pick(THINGS).one
         question = "[What is the difference between {one} and {other}?|Compare {other} and {one}.]"
     response = _sorry(dice, one, f"what {one} is")
-    return Draft(capitalized(dice.say(question, **words)), response, "unknown", answer=NOT_KNOWN)
+    return Exchange(capitalized(dice.say(question, **words)), response, "unknown", answer=NOT_KNOWN)
 
 
-def _unknown_person(dice: Dice) -> Draft:
+def _unknown_person(dice: Dice) -> Exchange:
     name = dice.pick(dice.pick(TOPICS["unknown people"]))
     if dice.chance(0.5):
         name = f"{dice.pick([*WOMEN, *MEN])} {capitalized(made_up_word(dice))}"
@@ -100,19 +100,19 @@ def _unknown_person(dice: Dice) -> Draft:
         "[Who is {name}?|Who was {name}?|Do you know {name}?|Tell me about {name}.|What did {name} do?"
         "|When was {name} born?|What do you know about {name}?]"
     )
-    return Draft(dice.say(question, name=name), _sorry(dice, name, f"who {name} is"), "unknown", answer=NOT_KNOWN)
+    return Exchange(dice.say(question, name=name), _sorry(dice, name, f"who {name} is"), "unknown", answer=NOT_KNOWN)
 
 
-def _unknown_capital(dice: Dice) -> Draft:
+def _unknown_capital(dice: Dice) -> Exchange:
     place = dice.pick(dice.pick(TOPICS["unknown capitals"]))
     if dice.chance(0.4):
         place = capitalized(made_up_word(dice))
     question = "[What is the capital of {place}?|What's the capital of {place}?|Tell me the capital of {place}.]"
     response = _sorry(dice, place, f"the capital of {place}")
-    return Draft(dice.say(question, place=place), response, "unknown", answer=NOT_KNOWN)
+    return Exchange(dice.say(question, place=place), response, "unknown", answer=NOT_KNOWN)
 
 
-def _unknown_task(dice: Dice) -> Draft:
+def _unknown_task(dice: Dice) -> Exchange:
     thing = dice.pick([each for each in THINGS if each.group in ("objects", "animals", "nature", "places")])
     if dice.chance(0.5):
         task = f"{dice.pick(UNKNOWN_DEEDS)} {thing.one}"
@@ -127,19 +127,19 @@ def _unknown_task(dice: Dice) -> Draft:
         "know {what}]. [But I know what {one} is|I can only tell you what {one} is]: {one} is {kind} {clause}.",
         what=what, one=thing.one, kind=thing.kind, clause=thing.clause,
     )  # fmt: skip
-    return Draft(dice.say(question, task=task), dice.say(answer), "unknown", answer=NOT_KNOWN)
+    return Exchange(dice.say(question, task=task), dice.say(answer), "unknown", answer=NOT_KNOWN)
 
 
-def _beyond(dice: Dice) -> Draft:
+def _beyond(dice: Dice) -> Exchange:
     answer = dice.say(
         "[I am sorry, I cannot do that|Sorry, that is beyond me|I am afraid I cannot help with that"
         "|That is too hard for me]. [I am a small model, but I can|But I can] [{abilities}|{abilities}, for example].",
         abilities=joined(dice.sample(ABILITIES, dice.pick((2, 3)))),
     )
-    return Draft(dice.pick(BEYOND), answer, "unknown", answer="cannot|beyond me|too hard")
+    return Exchange(dice.pick(BEYOND), answer, "unknown", answer="cannot|beyond me|too hard")
 
 
-def _too_large(dice: Dice) -> Draft:
+def _too_large(dice: Dice) -> Exchange:
     """Ask for a sum beyond the numbers that family ``math`` works with."""
     symbol = dice.pick(("+", "-", "*", "plus", "minus", "times"))
     if symbol in ("-", "minus") or dice.chance(0.5):
@@ -157,4 +157,4 @@ def _too_large(dice: Dice) -> Draft:
         "[That is too large for me|These numbers are too large for me|Sorry, that is too large for me]. "
         "[I only work with numbers up to 99.|I can only count up to 99.]"
     )
-    return Draft(question, answer, "unknown", answer="too large")
+    return Exchange(question, answer, "unknown", answer="too large")

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from blockdraft.pocket.corpus.arithmetic import LARGEST, Event, Story, bare_sum, product
-from blockdraft.pocket.corpus.dice import Dice, Draft, capitalized, words
+from blockdraft.pocket.corpus.dice import Dice, Exchange, capitalized, words
 
 WOMEN, MEN, SYLLABLES = words("women"), words("men"), words("syllables")
 THINGS, MORE_THINGS = words("things to count"), words("more things to count")
@@ -29,7 +29,7 @@ CROWDS = (
 )
 
 
-def problem(dice: Dice) -> Draft:
+def problem(dice: Dice) -> Exchange:
     """Draw a problem; half of them take one step."""
     num_steps = dice.pick((1, 1, 1, 2, 2, 3))
     return dice.pick(STORIES)(dice, num_steps)
@@ -53,7 +53,7 @@ def things(dice: Dice) -> str:
     return dice.pick(THINGS) if dice.chance(0.75) else dice.pick(MORE_THINGS)
 
 
-def gains_and_losses(dice: Dice, num_steps: int) -> Draft:
+def gains_and_losses(dice: Dice, num_steps: int) -> Exchange:
     """Somebody has things, gets some and gives some away; told in sentences or in one."""
     start = dice.between(3, 80)
     words = person(dice) | {"things": things(dice), "start": start}
@@ -84,7 +84,7 @@ def gains_and_losses(dice: Dice, num_steps: int) -> Draft:
     )
 
 
-def crowds(dice: Dice, num_steps: int) -> Draft:
+def crowds(dice: Dice, num_steps: int) -> Exchange:
     """People or animals are somewhere; some come and some go."""
     start = dice.between(3, 80)
     place, beings, come, leave = dice.pick(CROWDS)
@@ -103,7 +103,7 @@ def crowds(dice: Dice, num_steps: int) -> Draft:
     )
 
 
-def groups(dice: Dice, num_steps: int) -> Draft:
+def groups(dice: Dice, num_steps: int) -> Exchange:
     """Things come in equal groups; then some are added or taken away."""
     count, each = product(dice)
     words: dict[str, object] = {"things": things(dice), "boxes": dice.pick(CONTAINERS), "count": count}
@@ -133,7 +133,7 @@ def groups(dice: Dice, num_steps: int) -> Draft:
     )
 
 
-def sharing(dice: Dice, num_steps: int) -> Draft:
+def sharing(dice: Dice, num_steps: int) -> Exchange:
     """Things are shared equally; each share then grows or shrinks."""
     each, count = product(dice)
     words: dict[str, object] = {"things": things(dice), "group": dice.pick(GROUPS), "total": each * count}
@@ -160,7 +160,7 @@ def sharing(dice: Dice, num_steps: int) -> Draft:
     )
 
 
-def comparing(dice: Dice, num_steps: int) -> Draft:
+def comparing(dice: Dice, num_steps: int) -> Exchange:
     """One of two people has more than the other; then both count together; then something changes."""
     first, second = people(dice, 2)
     start = dice.between(6, 40)
@@ -178,7 +178,7 @@ def comparing(dice: Dice, num_steps: int) -> Draft:
     return _together(story, num_steps, start)
 
 
-def multiples(dice: Dice, num_steps: int) -> Draft:
+def multiples(dice: Dice, num_steps: int) -> Exchange:
     """One of two people has several times as many as the other; then both count together; then something changes."""
     first, second = people(dice, 2)
     times = dice.between(2, 5)
@@ -195,7 +195,7 @@ def multiples(dice: Dice, num_steps: int) -> Draft:
     return _together(story, num_steps, start)
 
 
-def _together(story: Story, num_steps: int, start: int) -> Draft:
+def _together(story: Story, num_steps: int, start: int) -> Exchange:
     """Ask for the second one's things, or for those of both, perhaps after a change."""
     if num_steps == 1:
         asked = "How many {things} does {second} have?"
@@ -212,7 +212,7 @@ def _together(story: Story, num_steps: int, start: int) -> Draft:
     )
 
 
-def ages(dice: Dice, num_steps: int) -> Draft:
+def ages(dice: Dice, num_steps: int) -> Exchange:
     """Each person is older or younger than the one before; then, perhaps, some years pass."""
     names = people(dice, 3)
     start = dice.between(8, 50)
@@ -236,7 +236,7 @@ def ages(dice: Dice, num_steps: int) -> Draft:
     return story.finish(question, f"[So|This means that] {last} will be {{value}} years old.", "ages")
 
 
-def shopping(dice: Dice, num_steps: int) -> Draft:
+def shopping(dice: Dice, num_steps: int) -> Exchange:
     """Somebody buys several goods at one price, with extra costs or a voucher."""
     count, price = product(dice)
     good, other = dice.sample(GOODS, 2)
@@ -268,7 +268,7 @@ def shopping(dice: Dice, num_steps: int) -> Draft:
     )
 
 
-def change(dice: Dice, num_steps: int) -> Draft:
+def change(dice: Dice, num_steps: int) -> Exchange:
     """Somebody has money and buys something, and the question is what is left."""
     count, price = product(dice)
     good = dice.pick(GOODS)
@@ -309,7 +309,7 @@ def change(dice: Dice, num_steps: int) -> Draft:
     )
 
 
-def days(dice: Dice, num_steps: int) -> Draft:
+def days(dice: Dice, num_steps: int) -> Exchange:
     """Somebody does the same amount every day, and then some more."""
     each, count = _product_below(dice, LARGEST - 5 * (num_steps - 1))
     verb, unit = dice.pick(HABITS)
@@ -333,7 +333,7 @@ def days(dice: Dice, num_steps: int) -> Draft:
     )
 
 
-def trips(dice: Dice, num_steps: int) -> Draft:
+def trips(dice: Dice, num_steps: int) -> Exchange:
     """Something moves at a constant speed for some hours, then goes on."""
     speed, hours = _product_below(dice, LARGEST - 5 * (num_steps - 1))
     vehicle = dice.pick(("car", "train", "bus", "bicycle", "boat", "ship", "truck"))
