@@ -1,6 +1,6 @@
 """Training steps, decoding rounds and data slots, counted on a fake GPU at full size, stay within their budgets.
 
-The counting runs once for all tests, in a process of its own (`counting.py`), in about half a minute of a core; here
+The counting runs once for all tests, in a process of its own (`counting.py`), in about 25 seconds of a core; here
 are the numbers that it must not exceed, and which may only shrink.
 """
 
