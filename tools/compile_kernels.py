@@ -25,12 +25,22 @@ from blockdraft.losses import kernels
 
 ARCHITECTURES = (80, 90, 100)
 DTYPES = ("bf16", "fp32")
-INDICES = ("target_index", "first_index", "second_index")
-PER_ROW = {"valid": "*i1", "labels": "*i64", "argmax": "*i64", **dict.fromkeys(INDICES, "*i64")}
-LOGITS = {"logits", "draft", "target", "first", "second"}
+PER_ROW = {"valid": "*i1", "labels": "*i64", "argmax": "*i64", "target_index": "*i64"}
+LOGITS = {"logits", "draft", "target"}
 NUMBERS = {"inverse_temperature": "fp32", "log_vocab_size": "fp32", "num_rows": "i32"}
-ALIGNED = {"stride", "draft_stride", "target_stride", "first_stride", "second_stride", "vocab_size"}
+ALIGNED = {"stride", "draft_stride", "target_stride", "vocab_size"}
 """Whole numbers that 16 divides, as those of every real vocabulary."""
+
+SUMS = {
+    "S(a)": {"NUM_SCALES": 1},
+    "S(1), S(a)": {"NUM_SCALES": 2},
+    "KL": {"HAS_KL": True},
+    "KL, S(1)": {"HAS_KL": True, "NUM_SCALES": 1},
+    "KL, two S": {"HAS_KL": True, "NUM_SCALES": 2},
+    "reverse KL": {"HAS_REVERSE_KL": True},
+}
+"""Which sums one sweep takes, for the objectives BV, KL and so on, with statistics or without."""
+NO_SUMS = {"NUM_SCALES": 0, "HAS_KL": False, "HAS_REVERSE_KL": False}
 
 TERMS = {
     "label": {"HAS_LABEL": True},
@@ -62,9 +72,8 @@ class Compiled:
 def variants() -> Iterator[tuple[Any, str, dict[str, Any]]]:
     """Yield each kernel with the name of a variant and its compile-time constants."""
     yield kernels.normaliser_kernel, "", {}
-    for num_scales in (1, 2):
-        yield kernels.overlaps_kernel, f"{num_scales} scale{'s'[: num_scales - 1]}", {"NUM_SCALES": num_scales}
-    yield kernels.divergence_kernel, "", {}
+    for variant, sums in SUMS.items():
+        yield kernels.sums_kernel, variant, NO_SUMS | sums
     for variant, terms in TERMS.items():
         yield kernels.gradient_kernel, variant, NO_TERMS | terms
 
@@ -72,8 +81,8 @@ def variants() -> Iterator[tuple[Any, str, dict[str, Any]]]:
 def compile_kernel(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> tuple[str, int]:
     """Return the PTX of a kernel and the shared memory it takes."""
     constants = constants | {"TILE": kernels.TILE}
-    indexed = {"INDEXED": True, "FIRST_INDEXED": True, "SECOND_INDEXED": False}  # as in training
-    constants |= {name: value for name, value in indexed.items() if name in kernel.arg_names}
+    if "INDEXED" in kernel.arg_names:
+        constants |= {"INDEXED": True}  # as in training
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:

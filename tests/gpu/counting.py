@@ -316,6 +316,7 @@ def main() -> None:
     parser.add_argument("--slots", action="store_true", help="count what sampling 64 texts side by side takes instead")
     parser.add_argument("--skip-target", action="store_true", help="leave the pass of the target out")
     options = parser.parse_args()
+    gc.freeze()  # what is imported stays, and need not be looked at again and again
     try:
         put_in_place()
     except NoFakeDeviceError as error:

@@ -7,9 +7,11 @@ belongs into a process of its own, which leaves with `os._exit`.
 """
 
 import ctypes
+import functools
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 CUDA = 1
 """Of `c10::DeviceType`."""
@@ -122,8 +123,8 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.__name__.split(".")[0]
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        name, writes_only, launches = _about(func)
+        tensors = _tensors(args) + _tensors(kwargs.values())
         on_device = any(x.device.type == "cuda" for x in tensors)
         if name == "_local_scalar_dense":
             if on_device:
@@ -143,27 +144,22 @@ class Tally(TorchDispatchMode):
         for x in tensors if name in ("_to_copy", "copy_") else ():
             x.constant = None  # a known value would be copied to the device for real
         result = func(*args, **kwargs)
-        out = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        out = _tensors((result,))
         self._count_transfer(name, args, kwargs, tensors, out)
         if not any(x.device.type == "cuda" for x in tensors + out):
             return result
         for x in out:
             self._track(x)
-        returns = func._schema.returns
-        makes_a_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if makes_a_view or func.namespace == "prim" or name in NO_LAUNCH:
+        if not launches:
             return result
         self.launches[name] += 1
         if name in PRODUCTS:
             self.product_dtypes |= {x.dtype for x in tensors}
         if func is torch.ops.aten.gather.default:  # of one logit per row
             return result
-        read = []
-        for value, argument in zip(args, func._schema.arguments, strict=False):
-            found = [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
-            read += found
-            if argument.alias_info is not None and argument.alias_info.is_write and not returns:
-                out = out + found
+        read = _tensors(args)
+        for place in writes_only:
+            out = out + _tensors(args[place : place + 1])
         masks = [x for x in read if x.dtype is torch.bool] if func.namespace == "blockdraft" else []
         for x in read + out:
             if x.dim() >= 2 and x.untyped_storage()._cdata not in self._there_before:
@@ -233,6 +229,27 @@ class Tally(TorchDispatchMode):
             self.live -= size
 
         self._storages[key] = weakref.ref(storage, freed)
+
+
+@functools.cache
+def _about(func: Any) -> tuple[str, tuple[int, ...], bool]:
+    """Return an operator's name, which arguments it writes if it returns nothing, and whether it launches a kernel."""
+    name, schema = func.__name__.split(".")[0], func._schema
+    written = [i for i, each in enumerate(schema.arguments) if each.alias_info is not None and each.alias_info.is_write]
+    makes_a_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    launches = not (makes_a_view or func.namespace == "prim" or name in NO_LAUNCH)
+    return name, () if schema.returns else tuple(written), launches
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among an operator's arguments or results, which come alone or in lists."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
 def _caller() -> str:

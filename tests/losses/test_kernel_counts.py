@@ -82,8 +82,11 @@ def count(name, *, kernels, stats=False, markov=False, dtype=torch.bfloat16, chu
         ("bv", False, 4 + 4 + 4 + 6 + 2),
         ("kl", False, 4 + 4 + 4 + 6 + 2),
         ("tv", False, 4 + 4 + 4 + 6 + 2),
+        ("lk-hybrid", False, 4 + 4 + 4 + 6 + 2),
         ("bv", True, 4 + 4 + 4 + 6 + 2),
-        ("kl", True, 4 + 4 + 4 + 4 + 6 + 2),
+        ("kl", True, 4 + 4 + 4 + 6 + 2),
+        ("lk-hybrid", True, 4 + 4 + 4 + 6 + 2),
+        ("rkl", True, 4 + 4 + 4 + 4 + 6 + 2),
     ],
 )
 def test_bytes_per_logit(name, stats, expected):

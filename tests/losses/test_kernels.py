@@ -144,15 +144,18 @@ def test_rows_of_the_target_that_blocks_share(name, options):
 
 
 @pytest.mark.usefixtures("_unchecked")
-@pytest.mark.parametrize("name", ["bv", "kl", "rkl"])
-def test_the_check_on_first_use_shares_rows_where_training_does(name, monkeypatch):
+@pytest.mark.parametrize("name", ["bv", "kl", "rkl", "lk-hybrid"])
+@pytest.mark.parametrize("stats", [False, True])
+def test_one_sweep_takes_all_sums_and_the_check_on_first_use_shares_rows_as_training_does(name, stats, monkeypatch):
     data, rows = overlapping(dtype=torch.float32)
-    operator = {"bv": "launch_overlaps"}.get(name, "launch_divergence")
-    calls = count_calls(monkeypatch, operator)
-    fused_linear_objective(objective(name), **on_device(data), target_index=TargetIndex(rows.to(DEVICE)), stats=False)
-    with_index = [call for call in calls if any(each is not None for each in call[7:9])]
-    assert calls
-    assert len(with_index) == len(calls)
+    calls = count_calls(monkeypatch, "launch_sums")
+    value = fused_linear_objective(
+        objective(name), **on_device(data), target_index=TargetIndex(rows.to(DEVICE)), stats=stats
+    )
+    assert (value.stats is not None) is stats
+    sweeps = 2 if stats and name == "rkl" else 1  # statistics have overlaps, which go with KL but not with reverse KL
+    assert len(calls) == 2 * sweeps, "for the check, and for the batch"
+    assert all(call[8] is not None for call in calls)
 
 
 @pytest.mark.usefixtures("_trusted")
@@ -181,12 +184,15 @@ def test_a_reduced_vocabulary(name, options):
 
 def everything(rows, labels, scales, valid=None):
     """All sums of some rows and the gradient of a mixture of them, of the valid rows as objectives take it."""
-    label, kl, reverse_kl = rows.draft_label(labels), rows.kl(), rows.reverse_kl()
-    overlaps = rows.overlaps(*scales)
+    label, reverse_kl = rows.draft_label(labels), rows.reverse_kl()
+    kl, *overlaps = rows.kl_and_overlaps(*scales)
     results = {
         "label": label, "target label": rows.target_label(labels), "kl": kl, "reverse kl": reverse_kl,
         "overlaps": torch.stack(overlaps), "argmax": rows.draft_argmax(), "target argmax": rows.target_argmax(),
     }  # fmt: skip
+    # a sum is the same to the last digit, whatever else its sweep takes
+    torch.testing.assert_close(rows.kl(), kl, atol=0, rtol=0)
+    torch.testing.assert_close(torch.stack(rows.overlaps(*scales)), results["overlaps"], atol=0, rtol=0)
     mixture = label + 0.3 * kl + 0.2 * reverse_kl - 2 * overlaps[0] + 0.7 * overlaps[1] ** 2
     weights = torch.ones_like(mixture) if valid is None else valid.to(mixture.dtype)
     return results | {"gradient": rows.draft_gradient([mixture], [weights])}
@@ -393,11 +399,15 @@ def fail(*_):
 SPOILT = {
     "a normaliser 1% off": ("launch_normaliser", lambda *a: a[2].add_(0.01), "bv", "off by"),
     "a wrong argmax": ("launch_normaliser", lambda *a: a[3].zero_(), "bv", "the statistic"),
-    "an overlap 1% off": ("launch_overlaps", lambda *a: a[6].mul_(1.01), "bv", "off by"),
-    "a divergence 1% off": ("launch_divergence", lambda *a: a[5].mul_(1.01), "kl", "the numerator is off by"),
+    "an overlap 1% off": ("launch_sums", lambda *a: a[6][:4].mul_(1.01), "bv", "off by"),
+    "a divergence 1% off": ("launch_sums", lambda *a: a[6][4].mul_(1.01), "kl", "the numerator is off by"),
+    "a reverse divergence 1% off": ("launch_sums", lambda *a: a[6][6].mul_(1.01), "rkl", "the numerator is off by"),
+    "an overlap beside a divergence 1% off": ("launch_sums", lambda *a: a[6][:2].mul_(1.01), "lk-hybrid", "off by"),
+    "a divergence beside an overlap 1% off": ("launch_sums", lambda *a: a[6][4].mul_(1.01), "lk-hybrid", "off by"),
+    "a mass 1% off": ("launch_sums", lambda *a: a[6][5].mul_(1.01), "kl", "the gradient is off by"),
     "a gradient 2% off": ("launch_gradient", lambda *a: a[0].mul_(1.02), "bv", "the gradient is off by"),
     "a gradient that is NaN": ("launch_gradient", lambda *a: a[0].fill_(math.nan), "ce", "off by nan"),
-    "a compiler that fails": ("launch_overlaps", fail, "bv", "RuntimeError: PassManager::run failed on line 7"),
+    "a compiler that fails": ("launch_sums", fail, "bv", "RuntimeError: PassManager::run failed on line 7"),
 }
 
 
@@ -430,7 +440,7 @@ def test_wrong_kernels_are_reported_once_and_not_used(case, dtype, monkeypatch):
 @pytest.mark.parametrize("by", ["environment", "argument"])
 def test_wrong_kernels_are_an_error_if_one_wants_them_to_be(by, monkeypatch):
     data = on_device(problem(2, 2, dtype=torch.float32))
-    count_calls(monkeypatch, "launch_overlaps", lambda *a: a[6].mul_(1.01))
+    count_calls(monkeypatch, "launch_sums", lambda *a: a[6].mul_(1.01))
     monkeypatch.setenv(STRICT, "1" if by == "environment" else "0")
     for _ in range(2):
         with pytest.raises(SelfCheckError, match="off by"):

@@ -199,8 +199,9 @@ class LKHybrid(TokenObjective):
             raise ValueError(f"lk-hybrid: decay must not be negative, got {self.decay}")
 
     def position_loss(self, blocks: Blocks) -> Tensor:
-        share = torch.exp(-self.decay * blocks.overlap.detach())
-        return share * blocks.kl + (1 - share) * (1 - blocks.overlap)
+        kl, overlap = blocks.kl_and_overlap
+        share = torch.exp(-self.decay * overlap.detach())
+        return share * kl + (1 - share) * (1 - overlap)
 
 
 @register

@@ -15,6 +15,9 @@ from torch.library import custom_op
 MAX_SCALES = 2
 """So many overlaps can share one sweep, and one gradient."""
 
+SUM_ROWS = 7
+"""The table of sums has so many rows; see `sums`."""
+
 TABLE_ROWS = 8
 """The table of coefficients has so many rows; see `gradient_`."""
 
@@ -39,81 +42,54 @@ def normaliser(logits: Tensor, valid: Tensor, temperature: float) -> tuple[Tenso
 normaliser.register_fake(_normaliser_shapes)
 
 
-def _overlaps_shape(
+def _sums_shape(
     draft: Tensor,
     draft_log_z: Tensor,
     target: Tensor,
     target_log_z: Tensor,
     valid: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     temperature: float,
+    has_kl: bool,
+    has_reverse_kl: bool,
     target_index: Tensor | None = None,
 ) -> Tensor:
-    del draft_log_z, target, target_log_z, valid, temperature, target_index
-    return draft.new_empty(2 * scales.shape[0], draft.shape[0], dtype=torch.float32)
+    del draft_log_z, target, target_log_z, valid, scales, temperature, has_kl, has_reverse_kl, target_index
+    return draft.new_empty(SUM_ROWS, draft.shape[0], dtype=torch.float32)
 
 
-@custom_op("blockdraft::overlaps", mutates_args=())
-def overlaps(
+@custom_op("blockdraft::sums", mutates_args=())
+def sums(
     draft: Tensor,
     draft_log_z: Tensor,
     target: Tensor,
     target_log_z: Tensor,
     valid: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     temperature: float,
+    has_kl: bool,
+    has_reverse_kl: bool,
     target_index: Tensor | None = None,
 ) -> Tensor:
-    """Return, for each of the scales s ``[K, R]``, A = sum of q over q < s p and C = sum of p over s p <= q.
+    """Return sums over the vocabulary, ``[7, R]``, from one sweep; what is not asked for may hold anything.
 
-    The result is ``[2 K, R]``, A_1, C_1, A_2, C_2. Then S(s; p, q) = A + s C.
+    They are A_1, C_1, A_2, C_2, KL(p || q), the mass sum_v p, and KL(q || p). For each of the scales s ``[K, R]``, none
+    for None, A = sum of q over q < s p and C = sum of p over s p <= q. Then S(s; p, q) = A + s C.
     """
-    from blockdraft.losses.kernels import launch_overlaps
+    from blockdraft.losses.kernels import launch_sums
 
-    sums = _overlaps_shape(draft, draft_log_z, target, target_log_z, valid, scales, temperature, target_index)
+    found = _sums_shape(
+        draft, draft_log_z, target, target_log_z, valid, scales, temperature, has_kl, has_reverse_kl, target_index
+    )
     if draft.numel():
-        launch_overlaps(draft, draft_log_z, target, target_log_z, valid, scales, sums, temperature, target_index)
-    return sums
+        launch_sums(
+            draft, draft_log_z, target, target_log_z, valid, scales, found, temperature, target_index,
+            has_kl=has_kl, has_reverse_kl=has_reverse_kl,
+        )  # fmt: skip
+    return found
 
 
-overlaps.register_fake(_overlaps_shape)
-
-
-def _divergence_shape(
-    first: Tensor,
-    first_log_z: Tensor,
-    second: Tensor,
-    second_log_z: Tensor,
-    valid: Tensor,
-    temperature: float,
-    first_index: Tensor | None = None,
-    second_index: Tensor | None = None,
-) -> Tensor:
-    del first_log_z, second, second_log_z, temperature, first_index, second_index
-    return first.new_empty(2, valid.shape[0], dtype=torch.float32)
-
-
-@custom_op("blockdraft::divergence", mutates_args=())
-def divergence(
-    first: Tensor,
-    first_log_z: Tensor,
-    second: Tensor,
-    second_log_z: Tensor,
-    valid: Tensor,
-    temperature: float,
-    first_index: Tensor | None = None,
-    second_index: Tensor | None = None,
-) -> Tensor:
-    """Return KL(a || b) = sum_v a (log a - log b) and the mass sum_v a, ``[2, R]``."""
-    from blockdraft.losses.kernels import launch_divergence
-
-    sums = _divergence_shape(first, first_log_z, second, second_log_z, valid, temperature)
-    if first.numel():
-        launch_divergence(first, first_log_z, second, second_log_z, valid, sums, temperature, first_index, second_index)
-    return sums
-
-
-divergence.register_fake(_divergence_shape)
+sums.register_fake(_sums_shape)
 
 
 @custom_op("blockdraft::gradient_", mutates_args=("draft",))

@@ -68,21 +68,33 @@ def normaliser_kernel(
 
 
 @triton.jit
-def overlaps_kernel(
+def sums_kernel(
     draft, draft_stride, draft_log_z, target, target_stride, target_log_z, valid,
-    scales, sums, target_index, num_rows, vocab_size, inverse_temperature,
-    NUM_SCALES: tl.constexpr, INDEXED: tl.constexpr, TILE: tl.constexpr,
+    scales, sums, target_index, num_rows, vocab_size, inverse_temperature, NUM_SCALES: tl.constexpr,
+    HAS_KL: tl.constexpr, HAS_REVERSE_KL: tl.constexpr, INDEXED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write, per scale s, A = sum of q over q < s p and C = sum of p over s p <= q; then S(s; p, q) = A + s C."""
+    """Write the sums of a row that are asked for, with zero probabilities at `LOG_ZERO`.
+
+    The table ``[7, R]`` takes A_1, C_1, A_2, C_2, KL(p || q), the mass sum_v p, KL(q || p), where for a scale s
+    A = sum of q over q < s p and C = sum of p over s p <= q; then S(s; p, q) = A + s C.
+    """
     row = tl.program_id(0).to(tl.int64)
-    first = tl.load(scales + row)
-    second = tl.load(scales + (NUM_SCALES - 1) * num_rows + row)
+    if NUM_SCALES > 0:
+        first = tl.load(scales + row)
+    if NUM_SCALES > 1:
+        second = tl.load(scales + num_rows + row)
     if tl.load(valid + row) == 0:  # q = p = 1 / V everywhere
-        tl.store(sums + row, tl.where(first > 1, 1.0, 0.0))
-        tl.store(sums + num_rows + row, tl.where(first > 1, 0.0, 1.0))
-        if NUM_SCALES == 2:
+        if NUM_SCALES > 0:
+            tl.store(sums + row, tl.where(first > 1, 1.0, 0.0))
+            tl.store(sums + num_rows + row, tl.where(first > 1, 0.0, 1.0))
+        if NUM_SCALES > 1:
             tl.store(sums + 2 * num_rows + row, tl.where(second > 1, 1.0, 0.0))
             tl.store(sums + 3 * num_rows + row, tl.where(second > 1, 0.0, 1.0))
+        if HAS_KL:
+            tl.store(sums + 4 * num_rows + row, 0.0)
+            tl.store(sums + 5 * num_rows + row, 1.0)
+        if HAS_REVERSE_KL:
+            tl.store(sums + 6 * num_rows + row, 0.0)
         return
     target_row = _row_of(target_index, row, INDEXED)
     log_z_q = tl.load(draft_log_z + row)
@@ -92,52 +104,39 @@ def overlaps_kernel(
     c_first = tl.zeros([TILE], tl.float32)
     a_second = tl.zeros([TILE], tl.float32)
     c_second = tl.zeros([TILE], tl.float32)
+    kl = tl.zeros([TILE], tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    reverse_kl = tl.zeros([TILE], tl.float32)
     for start in range(0, vocab_size, TILE):
         tokens = start + lanes
-        q = tl.exp(_log_probs(draft, draft_stride, row, tokens, vocab_size, inverse_temperature, log_z_q))
-        p = tl.exp(_log_probs(target, target_stride, target_row, tokens, vocab_size, inverse_temperature, log_z_p))
-        below = q < first * p
-        a_first += tl.where(below, q, 0.0)
-        c_first += tl.where(below, 0.0, p)
-        if NUM_SCALES == 2:
+        log_q = _log_probs(draft, draft_stride, row, tokens, vocab_size, inverse_temperature, log_z_q)
+        log_p = _log_probs(target, target_stride, target_row, tokens, vocab_size, inverse_temperature, log_z_p)
+        q = tl.exp(log_q)
+        p = tl.exp(log_p)
+        if HAS_KL:
+            kl += p * (tl.maximum(log_p, LOG_ZERO) - tl.maximum(log_q, LOG_ZERO))
+            mass += p
+        if HAS_REVERSE_KL:
+            reverse_kl += q * (tl.maximum(log_q, LOG_ZERO) - tl.maximum(log_p, LOG_ZERO))
+        if NUM_SCALES > 0:
+            below_first = q < first * p
+            a_first += tl.where(below_first, q, 0.0)
+            c_first += tl.where(below_first, 0.0, p)
+        if NUM_SCALES > 1:
             below_second = q < second * p
             a_second += tl.where(below_second, q, 0.0)
             c_second += tl.where(below_second, 0.0, p)
-    tl.store(sums + row, tl.sum(a_first, 0))
-    tl.store(sums + num_rows + row, tl.sum(c_first, 0))
-    if NUM_SCALES == 2:
+    if NUM_SCALES > 0:
+        tl.store(sums + row, tl.sum(a_first, 0))
+        tl.store(sums + num_rows + row, tl.sum(c_first, 0))
+    if NUM_SCALES > 1:
         tl.store(sums + 2 * num_rows + row, tl.sum(a_second, 0))
         tl.store(sums + 3 * num_rows + row, tl.sum(c_second, 0))
-
-
-@triton.jit
-def divergence_kernel(
-    first, first_stride, first_log_z, second, second_stride, second_log_z, valid,
-    sums, first_index, second_index, num_rows, vocab_size, inverse_temperature,
-    FIRST_INDEXED: tl.constexpr, SECOND_INDEXED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Write sum_v a (log a - log b) and sum_v a, with zero probabilities at `LOG_ZERO`."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(valid + row) == 0:  # a = b = 1 / V everywhere
-        tl.store(sums + row, 0.0)
-        tl.store(sums + num_rows + row, 1.0)
-        return
-    first_row = _row_of(first_index, row, FIRST_INDEXED)
-    second_row = _row_of(second_index, row, SECOND_INDEXED)
-    log_z_a = tl.load(first_log_z + row)
-    log_z_b = tl.load(second_log_z + row)
-    lanes = tl.arange(0, TILE)
-    value = tl.zeros([TILE], tl.float32)
-    mass = tl.zeros([TILE], tl.float32)
-    for start in range(0, vocab_size, TILE):
-        tokens = start + lanes
-        log_a = _log_probs(first, first_stride, first_row, tokens, vocab_size, inverse_temperature, log_z_a)
-        log_b = _log_probs(second, second_stride, second_row, tokens, vocab_size, inverse_temperature, log_z_b)
-        a = tl.exp(log_a)
-        value += a * (tl.maximum(log_a, LOG_ZERO) - tl.maximum(log_b, LOG_ZERO))
-        mass += a
-    tl.store(sums + row, tl.sum(value, 0))
-    tl.store(sums + num_rows + row, tl.sum(mass, 0))
+    if HAS_KL:
+        tl.store(sums + 4 * num_rows + row, tl.sum(kl, 0))
+        tl.store(sums + 5 * num_rows + row, tl.sum(mass, 0))
+    if HAS_REVERSE_KL:
+        tl.store(sums + 6 * num_rows + row, tl.sum(reverse_kl, 0))
 
 
 @triton.jit
@@ -203,35 +202,23 @@ def launch_normaliser(logits: Tensor, valid: Tensor, log_z: Tensor, argmax: Tens
         )  # fmt: skip
 
 
-def launch_overlaps(
+def launch_sums(
     draft: Tensor, draft_log_z: Tensor, target: Tensor, target_log_z: Tensor, valid: Tensor,
-    scales: Tensor, sums: Tensor, temperature: float, target_index: Tensor | None,
+    scales: Tensor | None, sums: Tensor, temperature: float, target_index: Tensor | None, *,
+    has_kl: bool, has_reverse_kl: bool,
 ) -> None:  # fmt: skip
-    """Fill ``sums`` ``[2 K, R]`` with A_1, C_1, .. for scales ``[K, R]``, K = 1 or 2.
+    """Fill what is asked for of ``sums`` ``[7, R]``, for scales ``[K, R]``, K = 1 or 2, or none; see `sums_kernel`.
 
     Row r of the draft meets row ``target_index[r]`` of the target, or row r if there is no index.
     """
     num_rows, vocab_size = draft.shape
     with _device_of(draft):
-        overlaps_kernel[(num_rows,)](
+        sums_kernel[(num_rows,)](
             draft, draft.stride(0), draft_log_z, target, target.stride(0), target_log_z, valid,
-            scales, sums, valid if target_index is None else target_index, num_rows, vocab_size, 1 / temperature,
-            NUM_SCALES=len(scales), INDEXED=target_index is not None, TILE=_tile(vocab_size), num_warps=NUM_WARPS,
-        )  # fmt: skip
-
-
-def launch_divergence(
-    first: Tensor, first_log_z: Tensor, second: Tensor, second_log_z: Tensor, valid: Tensor,
-    sums: Tensor, temperature: float, first_index: Tensor | None, second_index: Tensor | None,
-) -> None:  # fmt: skip
-    """Fill ``sums`` ``[2, R]`` with KL(a || b) and the mass of a, from the logits of both, by index if there is one."""
-    num_rows, vocab_size = len(valid), first.shape[1]
-    with _device_of(first):
-        divergence_kernel[(num_rows,)](
-            first, first.stride(0), first_log_z, second, second.stride(0), second_log_z, valid,
-            sums, valid if first_index is None else first_index, valid if second_index is None else second_index,
-            num_rows, vocab_size, 1 / temperature, FIRST_INDEXED=first_index is not None,
-            SECOND_INDEXED=second_index is not None, TILE=_tile(vocab_size), num_warps=NUM_WARPS,
+            sums if scales is None else scales, sums, valid if target_index is None else target_index,
+            num_rows, vocab_size, 1 / temperature, NUM_SCALES=0 if scales is None else len(scales),
+            HAS_KL=has_kl, HAS_REVERSE_KL=has_reverse_kl, INDEXED=target_index is not None,
+            TILE=_tile(vocab_size), num_warps=NUM_WARPS,
         )  # fmt: skip
 
 

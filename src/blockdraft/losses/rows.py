@@ -89,13 +89,17 @@ class RowSums(ABC):
     def target_label(self, labels: Tensor) -> Tensor:
         """Return log p(y) for labels y ``[R]``; a zero probability counts as `LOG_ZERO`."""
 
-    @abstractmethod
     def overlaps(self, *scales: Tensor) -> list[Tensor]:
         """Return S(s; p, q) for each s ``[R]`` in one sweep, differentiable in s and in the draft logits."""
+        return self._sweep(scales, with_kl=False)
 
-    @abstractmethod
     def kl(self) -> Tensor:
         """Return KL(p || q) = sum_v p (log p - log q), ``[R]``; of a partial target, the sum over its part."""
+        return self._sweep((), with_kl=True)[0]
+
+    def kl_and_overlaps(self, *scales: Tensor) -> list[Tensor]:
+        """Return KL(p || q) and then S(s; p, q) for each s ``[R]``, all in one sweep."""
+        return self._sweep(scales, with_kl=True)
 
     @abstractmethod
     def reverse_kl(self) -> Tensor:
@@ -115,6 +119,10 @@ class RowSums(ABC):
 
         If the logits may be overwritten, their storage may hold it afterwards.
         """
+
+    @abstractmethod
+    def _sweep(self, scales: tuple[Tensor, ...], *, with_kl: bool) -> list[Tensor]:
+        """Return KL(p || q) if it is wanted, and S(s; p, q) for each s, with terms for their gradients."""
 
     def _with_leaf(self, value: Tensor) -> Tensor:
         """Return ``value`` plus a new leaf of zeros, the next one of `_coefficients`."""
@@ -158,10 +166,6 @@ AddGradient = Callable[[_Tile, Tensor], None]
 It holds tensors, never the `Rows` that holds it: a reference cycle would keep vocabulary-sized storage until the
 garbage collector runs.
 """
-
-
-GiveTile = Callable[[slice, Tensor], Tensor]
-"""``give_tile(rows, out)`` returns a tile of log-probabilities, which it may put together in ``out``."""
 
 
 class _TargetRows:
@@ -256,47 +260,15 @@ class Rows(RowSums):
             return target.log_probs.gather(1, labels[:, None]).squeeze(1).clamp(min=LOG_ZERO)
         return target.log_probs[target.index, labels].clamp(min=LOG_ZERO)
 
-    def overlaps(self, *scales: Tensor) -> list[Tensor]:
-        target = self._target
-        known = [scale.detach() for scale in scales]
-        values, slopes = [torch.empty_like(s) for s in known], [torch.empty_like(s) for s in known]
-        for rows, (p, q, *free) in self._tiles(4):
-            target.probs_of(rows, p)
-            torch.exp(self.draft_log_probs[rows], out=q)
-            for scale, value, slope in zip(known, values, slopes, strict=True):
-                value[rows], slope[rows] = overlap_and_slope(scale[rows], p, q, (free[0], free[1]))
-
-        def gradient_at(scale: Tensor) -> AddGradient:
-            def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
-                p, *free = tile.free
-                target.probs_of(tile.rows, p)
-                gradient = overlap_logit_gradient(scale[tile.rows], p, tile.q, (free[0], free[1]))
-                tile.out.addcmul_(gradient, coefficient)
-
-            return add_gradient
-
-        return [
-            self._term(value + slope * (scale - at), gradient_at(at))
-            for scale, at, value, slope in zip(scales, known, values, slopes, strict=True)
-        ]
-
-    def kl(self) -> Tensor:
-        target, draft, is_partial = self._target, self.draft_log_probs, self._target_is_partial
-        value = self._divergence(target.log_probs_of, lambda rows, _out: draft[rows])
-
-        def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
-            p = target.probs_of(tile.rows, tile.free[0])
-            mass = coefficient * p.sum(-1, keepdim=True) if is_partial else coefficient
-            tile.out.addcmul_(tile.q, mass).addcmul_(p, coefficient, value=-1)
-
-        return self._term(value, add_gradient)
-
     def reverse_kl(self) -> Tensor:
         draft, target = self.draft_log_probs, self._target
-        value = self._divergence(lambda rows, _out: draft[rows], target.log_probs_of)
+        value = draft.new_empty(self.num_rows)
+        for rows, (q, *free) in self._tiles(3):
+            surprise = _difference(draft[rows], target.log_probs_of(rows, free[1]), free)
+            value[rows] = surprise.mul_(torch.exp(draft[rows], out=q)).sum(-1)
 
         def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
-            rows, free = tile.rows, (tile.free[0], tile.free[1])
+            rows, free = tile.rows, tile.free
             surprise = _difference(draft[rows], target.log_probs_of(rows, free[1]), free)
             tile.out.addcmul_(surprise.sub_(value[rows, None]).mul_(tile.q), coefficient)
 
@@ -323,17 +295,49 @@ class Rows(RowSums):
             result[rows] = out
         return result
 
+    def _sweep(self, scales: tuple[Tensor, ...], *, with_kl: bool) -> list[Tensor]:
+        target, draft = self._target, self.draft_log_probs
+        known = [scale.detach() for scale in scales]
+        kl = draft.new_empty(self.num_rows)
+        values, slopes = [torch.empty_like(s) for s in known], [torch.empty_like(s) for s in known]
+        for rows, (p, q, *free) in self._tiles(4):
+            target.probs_of(rows, p)
+            if with_kl:
+                surprise = _difference(target.log_probs_of(rows, free[0]), draft[rows], free)
+                kl[rows] = surprise.mul_(p).sum(-1)
+            if known:
+                torch.exp(draft[rows], out=q)
+            for scale, value, slope in zip(known, values, slopes, strict=True):
+                value[rows], slope[rows] = overlap_and_slope(scale[rows], p, q, (free[0], free[1]))
+        results = [self._term(kl, self._kl_gradient())] if with_kl else []
+        for scale, at, value, slope in zip(scales, known, values, slopes, strict=True):
+            results.append(self._term(value + slope * (scale - at), self._overlap_gradient(at)))
+        return results
+
+    def _kl_gradient(self) -> AddGradient:
+        target, is_partial = self._target, self._target_is_partial
+
+        def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
+            p = target.probs_of(tile.rows, tile.free[0])
+            mass = coefficient * p.sum(-1, keepdim=True) if is_partial else coefficient
+            tile.out.addcmul_(tile.q, mass).addcmul_(p, coefficient, value=-1)
+
+        return add_gradient
+
+    def _overlap_gradient(self, scale: Tensor) -> AddGradient:
+        target = self._target
+
+        def add_gradient(tile: _Tile, coefficient: Tensor) -> None:
+            p, *free = tile.free
+            target.probs_of(tile.rows, p)
+            gradient = overlap_logit_gradient(scale[tile.rows], p, tile.q, (free[0], free[1]))
+            tile.out.addcmul_(gradient, coefficient)
+
+        return add_gradient
+
     def _term(self, value: Tensor, add_gradient: AddGradient) -> Tensor:
         self._gradients.append(add_gradient)
         return self._with_leaf(value)
-
-    def _divergence(self, log_a: GiveTile, log_b: GiveTile) -> Tensor:
-        """Return sum_v a (log a - log b), ``[R]``."""
-        value = self.draft_log_probs.new_empty(self.num_rows)
-        for rows, (a, first, second) in self._tiles(3):
-            difference = _difference(log_a(rows, first), log_b(rows, second), (first, second))
-            value[rows] = difference.mul_(torch.exp(log_a(rows, a), out=a)).sum(-1)
-        return value
 
     def _tiles(self, num_scratch: int, num_rows: int | None = None) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield slices of a few rows, each with scratch tiles ``[r, V]`` that the next slice uses again."""
@@ -369,9 +373,9 @@ class Rows(RowSums):
         return result
 
 
-def _difference(log_a: Tensor, log_b: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
+def _difference(log_a: Tensor, log_b: Tensor, scratch: list[Tensor]) -> Tensor:
     """Return log a - log b with zeros standing at `LOG_ZERO`, so that 0 * log 0 is 0 downstream."""
-    first, second = scratch
+    first, second, *_ = scratch
     return torch.clamp(log_a, min=LOG_ZERO, out=first).sub_(torch.clamp(log_b, min=LOG_ZERO, out=second))
 
 

@@ -92,39 +92,8 @@ class TritonRows(RowSums):
         target, log_z = self._known_target
         return self._label_log_probs(target, log_z, labels, self._index).clamp(min=LOG_ZERO)
 
-    def overlaps(self, *scales: Tensor) -> list[Tensor]:
-        target, target_log_z = self._known_target
-        results = []
-        for start in range(0, len(scales), kernel_ops.MAX_SCALES):
-            some = scales[start : start + kernel_ops.MAX_SCALES]
-            known = torch.stack([scale.detach() for scale in some])
-            sums = kernel_ops.overlaps(
-                self._draft,
-                self._draft_log_z,
-                target,
-                target_log_z,
-                self._valid,
-                known,
-                self.temperature,
-                self._index,
-            )
-            below, slope = sums.unflatten(0, (len(some), 2)).unbind(1)
-            value = torch.addcmul(below, known, slope)
-            for k, scale in enumerate(some):
-                term = _Term("overlap", -below[k], known[k])
-                results.append(self._term(value[k] + slope[k] * (scale - known[k]), term))
-        return results
-
-    def kl(self) -> Tensor:
-        value, mass = kernel_ops.divergence(
-            *self._known_target, self._draft, self._draft_log_z, self._valid, self.temperature, first_index=self._index
-        )
-        return self._term(value, _Term("kl", mass))
-
     def reverse_kl(self) -> Tensor:
-        value, _ = kernel_ops.divergence(
-            self._draft, self._draft_log_z, *self._known_target, self._valid, self.temperature, second_index=self._index
-        )
+        value = self._sums(None, reverse_kl=True)[6]
         return self._term(value, _Term("reverse_kl", -value))
 
     def draft_argmax(self) -> Tensor:
@@ -173,6 +142,33 @@ class TritonRows(RowSums):
                     "objective has more; evaluate it with kernels=False"
                 )
         return torch.stack(rows), labels, num_scales
+
+    def _sweep(self, scales: tuple[Tensor, ...], *, with_kl: bool) -> list[Tensor]:
+        results = []
+        for start in range(0, max(1, len(scales)), kernel_ops.MAX_SCALES):
+            some = scales[start : start + kernel_ops.MAX_SCALES]
+            known = torch.stack([scale.detach() for scale in some]) if some else None
+            is_first = start == 0
+            sums = self._sums(known, kl=with_kl and is_first)
+            if with_kl and is_first:
+                results.append(self._term(sums[4], _Term("kl", sums[5])))
+            if known is None:
+                continue
+            below, slope = sums[: 2 * len(some)].unflatten(0, (len(some), 2)).unbind(1)
+            value = torch.addcmul(below, known, slope)
+            for k, scale in enumerate(some):
+                term = _Term("overlap", -below[k], known[k])
+                results.append(self._term(value[k] + slope[k] * (scale - known[k]), term))
+        return results
+
+    def _sums(self, scales: Tensor | None, *, kl: bool = False, reverse_kl: bool = False) -> Tensor:
+        """Return the table of `kernel_ops.sums`."""
+        target, target_log_z = self._known_target
+        table: Tensor = kernel_ops.sums(
+            self._draft, self._draft_log_z, target, target_log_z, self._valid, scales, self.temperature, kl, reverse_kl,
+            self._index,
+        )  # fmt: skip
+        return table
 
     def _term(self, value: Tensor, term: _Term) -> Tensor:
         self._terms.append(term)

@@ -37,8 +37,8 @@ class Blocks:
         overwrite: reuse the storage of the logits; for callers that own them.
         checked: labels and mask have been through `check_labels`, which makes the host wait for the device.
         runs_checked: the blocks of a segment are known to continue each other, which else is checked the same way.
-        for_statistics: take S(1; p, q) and S(a; p, q) in one sweep, since statistics want both. Otherwise each is
-            taken when it is first asked for.
+        for_statistics: take S(1; p, q) and S(a; p, q) in one sweep, since statistics want both, and KL with them if an
+            objective asks for it. Otherwise each is taken when it is first asked for.
         rows: what takes the sums over the vocabulary.
 
     Attributes:
@@ -119,7 +119,7 @@ class Blocks:
     @cached_property
     def kl(self) -> Tensor:
         """Give KL(p_i || q_i); over a reduced vocabulary D the sum over D, since the rest is infinite for every q."""
-        return self._per_block(self.rows.kl())
+        return self.kl_and_overlap[0] if self._for_statistics else self._per_block(self.rows.kl())
 
     @cached_property
     def reverse_kl(self) -> Tensor:
@@ -131,7 +131,17 @@ class Blocks:
         """Give S(1; p_i, q_i) = sum_v min(p_i, q_i), the chance that token verification keeps position i."""
         if self._for_statistics:
             return self._both_overlaps[0]
-        return self._overlaps(torch.ones(self.rows.num_rows, dtype=self.rows.dtype, device=self.rows.device))[0]
+        return self._overlaps(self._ones)[0]
+
+    @cached_property
+    def kl_and_overlap(self) -> tuple[Tensor, Tensor]:
+        """Give `kl` and `overlap` from one sweep over the vocabulary, for an objective that wants both."""
+        scales = (self._ones, self._state) if self._for_statistics else (self._ones,)
+        self.kl, *overlaps = (self._per_block(each) for each in self.rows.kl_and_overlaps(*scales))
+        self.overlap = overlaps[0]
+        if self._for_statistics:
+            self._both_overlaps = overlaps
+        return self.kl, self.overlap
 
     # Prefixes
 
@@ -240,7 +250,12 @@ class Blocks:
     @cached_property
     def _both_overlaps(self) -> list[Tensor]:
         """Give S(1; p_i, q_i) and S(a_{i-1}; p_i, q_i)."""
-        return self._overlaps(torch.ones_like(self._state), self._state)
+        return self._overlaps(self._ones, self._state)
+
+    @cached_property
+    def _ones(self) -> Tensor:
+        """Give the scale 1 for every row, ``[N*B]``."""
+        return torch.ones(self.rows.num_rows, dtype=self.rows.dtype, device=self.rows.device)
 
     @cached_property
     def _state(self) -> Tensor:
