@@ -1,18 +1,23 @@
-"""Two versions of the package side by side on a CPU: objectives and decoding, now over before.
+"""Two versions of the package side by side on a CPU: objectives, training and decoding, now over before.
 
     git worktree add ../before COMMIT
     python benchmarks/versions.py ../before .
 
 Every case is a process for each version, and the two take turns. Times are the CPU time of the process, one thread:
 what else the machine does is not counted, though it still takes cache and memory bandwidth away. Objectives are taken
-with statistics, on 8 blocks of 15, V = 151,936, H = 256, float32. Decoding is timed by the round, since two versions
-may draw other tokens for the same seed; its target has twelve layers and its drafters two, all with random weights.
+with statistics, on 8 blocks of 15, V = 151,936, H = 256, float32. A training step has 64 blocks of 10 in four texts
+of random tokens for smollm2, whose whole vocabulary of 49,152 tokens is drafted. Decoding is timed by the round, since
+two versions may draw other tokens for the same seed; its target has twelve layers and its drafters two, all with random
+weights.
 """
 
 import argparse
+import atexit
 import os
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +49,35 @@ def objective_step(name: str) -> Callable[[], int]:
     return run
 
 
+def training_step(kind: str) -> Callable[[], int]:
+    """Return what takes a step of the product's own trainer with annealed BV, the target's pass included."""
+    from training_step import make_data
+
+    from blockdraft.recipes import load_recipe
+    from blockdraft.targets import load_target
+    from blockdraft.training import Trainer
+
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    settings = {
+        "target.name": "smollm2", "drafter.num_layers": 2, "drafter.num_proposals": 10, "drafter.num_features": 3,
+        "drafter.vocab_size": "null", "drafter.initial": "scratch", "batch.num_texts": 4, "batch.num_anchors": 64,
+        "batch.anchors": "uniform", "optimizer.name": "adamw", "optimizer.num_train_epochs": 100_000,
+        "data.path": folder / "data", "data.num_heldout": 0, "runtime.threads": 1,
+    }  # fmt: skip
+    recipe = load_recipe(f"qwen3-4b-{kind}-bv", ["target.shape=null", *(f"{k}={v}" for k, v in settings.items())])
+    target = load_target("smollm2")
+    make_data(folder / "data", target, recipe.batch.num_texts)
+    run = Trainer(recipe, target, folder / "run")
+    steps = run.loader.steps(0, run.num_steps)
+
+    def take() -> int:
+        run.take_step(next(steps))
+        return 1
+
+    return take
+
+
 def decoding(kind: str | None) -> Callable[[], int]:
     """Return what decodes 32 tokens, with a drafter or without, and says in how many rounds."""
     from blockdraft.decoding import generate
@@ -67,6 +101,8 @@ def decoding(kind: str | None) -> Callable[[], int]:
 
 CASES: dict[str, Callable[[], Callable[[], int]]] = {
     **{f"objective {name}": lambda name=name: objective_step(name) for name in ("bv", "kl", "ce")},
+    "training step, DFlash": lambda: training_step("dflash"),
+    "training step, DSpark": lambda: training_step("dspark"),
     "decoding, no drafter": lambda: decoding(None),
     "decoding, DFlash": lambda: decoding("dflash"),
     "decoding, DSpark": lambda: decoding("dspark"),

