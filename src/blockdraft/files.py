@@ -51,7 +51,7 @@ def read_bytes(path: Path) -> bytes:
 def parse_json(content: bytes) -> Any:
     """Parse JSON; a ``ValueError`` says in one line what is wrong with it.
 
-    That includes what Python would take: NaN and infinity, a key that stands twice, nesting without end, and half of a
+    That includes what Python would take: NaN and infinity, a key that appears twice, nesting without end, and half of a
     character, which could not be written or shown again.
     """
     try:

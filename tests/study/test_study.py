@@ -70,7 +70,7 @@ def test_mistakes_are_said_before_anything_runs(tmp_path):
         ({"seeds": [1, 1]}, "two cells are called"),
         ({"drafters": ["dflash", "dflash"]}, "two cells are called"),
         ({"evaluation": {"tasks": []}}, "evaluation.tasks"),
-        ({"evaluation": {"rules": ["block", "block"]}}, "block stands twice"),
+        ({"evaluation": {"rules": ["block", "block"]}}, "block appears twice"),
     ],
 )
 def test_cells_that_would_share_a_folder_or_lead_out_of_it_are_refused(tmp_path, change, reason):

@@ -58,6 +58,7 @@ def test_steps_and_shares():
     found = of("qwen3-4b-dflash-bv", num_texts=98_499)
     assert found.num_steps == 6 * 3079
     assert of("qwen3-4b-dflash-bv", ["optimizer.max_steps=7"]).num_steps == 7
+    assert of("qwen3-4b-dflash-bv", ["optimizer.max_steps=99999"]).num_steps == 99_999  # beyond the epochs
     alone, many = of("qwen3-4b-dflash-bv"), of("qwen3-4b-dflash-bv", ["runtime.parallel=fsdp"], num_devices=8)
     assert many.optimizer_bytes == alone.optimizer_bytes // 8
     assert many.activation_bytes == pytest.approx(alone.activation_bytes / 8, rel=0.01)

@@ -137,5 +137,5 @@ def test_the_reference_page_is_the_schema():
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     (tmp_path / "r.yaml").write_text("seed: 1\nseed: 2\n")
-    with pytest.raises(RecipeError, match="'seed' stands twice"):
+    with pytest.raises(RecipeError, match="'seed' appears twice"):
         load_recipe(tmp_path / "r.yaml")

@@ -359,6 +359,14 @@ def test_epochs_are_kept_if_asked(tmp_path, data):
     assert {"00000005", "00000010"} <= {path.name for path in (tmp_path / "steps").iterdir()}
 
 
+def test_max_steps_overrides_the_epochs(tmp_path, data):
+    options = ("optimizer.num_train_epochs=1", "optimizer.max_steps=7", "logging.keep_epoch_checkpoints=true")
+    trainer = train(data, tmp_path, *options)
+    assert trainer.step == trainer.num_steps == 7
+    assert lines(tmp_path)[-1]["epoch"] == pytest.approx(7 / 5)
+    assert list(Run.open(tmp_path).epoch_checkpoints()) == [5, 7]
+
+
 def scripted(monkeypatch, lengths):
     """Held-out lengths as told, by step."""
     monkeypatch.setattr(Trainer, "evaluate", lambda self: {"heldout_length_block": lengths[self.step]})

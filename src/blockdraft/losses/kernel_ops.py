@@ -16,10 +16,10 @@ MAX_SCALES = 2
 """So many overlaps can share one sweep, and one gradient."""
 
 SUM_ROWS = 7
-"""The table of sums has so many rows; see `sums`."""
+"""The number of rows of the table of sums; see `sums`."""
 
 TABLE_ROWS = 8
-"""The table of coefficients has so many rows; see `gradient_`."""
+"""The number of rows of the table of coefficients; see `gradient_`."""
 
 
 def _normaliser_shapes(logits: Tensor, valid: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

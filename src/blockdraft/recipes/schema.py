@@ -54,7 +54,7 @@ class DrafterSection(Section):
     vocab_size: int | float | None = Field(
         None,
         gt=0,
-        description="propose only the most frequent tokens of the texts: so many, or enough to cover a share below 1",
+        description="propose only the most frequent tokens of the texts: this number, or enough to cover a share below 1",
     )
     markov_head: MarkovKind = Field("vanilla", description="DSpark only: vanilla, gated or rnn")
     markov_rank: int = Field(256, ge=1, description="DSpark only: rank of the Markov head")
@@ -129,7 +129,7 @@ class BatchSection(Section):
         description="where blocks start: uniform positions, rounds (where decoding's rounds would start), or mixed",
     )
     run_length: int = Field(
-        1, ge=1, description="draw anchors in runs of so many consecutive ones, which the objective rounds needs"
+        1, ge=1, description="draw anchors in runs of this number of consecutive ones, which the objective rounds needs"
     )
     full_blocks: bool = Field(False, description="leave out anchors with fewer than num_proposals tokens after them")
 
@@ -146,7 +146,13 @@ class OptimizerSection(Section):
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay rates of AdamW's two moments")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     num_train_epochs: int = Field(6, ge=1, description="passes over the training texts")
-    max_steps: int | None = Field(None, ge=1, description="stop after so many steps; null is the end of the epochs")
+    max_steps: int | None = Field(
+        None, ge=1, description="number of steps, whatever num_train_epochs says; null trains whole epochs"
+    )
+
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """Return the number of steps of a run; ``max_steps`` overrides the epochs, as it does in transformers."""
+        return self.max_steps or self.num_train_epochs * steps_per_epoch
 
 
 class RuntimeSection(Section):

@@ -60,7 +60,7 @@ class StudyEvaluation(Section):
     def _once(cls, value: list[str]) -> list[str]:
         twice = [each for each in value if value.count(each) > 1]
         if twice:
-            raise ValueError(f"{twice[0]} stands twice")
+            raise ValueError(f"{twice[0]} appears twice")
         return value
 
 

@@ -89,9 +89,7 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
     drafter_shards = num_devices if recipe.runtime.parallel == "fsdp" else 1
     target_shards = num_devices if recipe.runtime.shard_target else 1
     all_tokens = round(num_texts * tokens_per_text)
-    num_steps = recipe.optimizer.num_train_epochs * -(-num_texts // recipe.batch.num_texts)
-    if recipe.optimizer.max_steps is not None:
-        num_steps = min(num_steps, recipe.optimizer.max_steps)
+    num_steps = recipe.optimizer.num_steps(-(-num_texts // recipe.batch.num_texts))
     share = num_devices * recipe.batch.gradient_accumulation_steps
     micro_tokens = -(-recipe.batch.num_texts // share) * tokens_per_text
     micro_blocks = -(-recipe.batch.num_anchors // share)

@@ -109,8 +109,7 @@ class Trainer:
             max_anchors_per_text=recipe.batch.max_anchors_per_text,
             anchors=recipe.batch.anchors, run_length=recipe.batch.run_length,
         )  # fmt: skip
-        all_steps = recipe.optimizer.num_train_epochs * self.sampler.steps_per_epoch
-        self.num_steps = min(all_steps, recipe.optimizer.max_steps or all_steps)
+        self.num_steps = recipe.optimizer.num_steps(self.sampler.steps_per_epoch)
         self.annealing: Annealing | None = None
         if recipe.annealing is not None and is_annealed(self.objective):
             schedule = recipe.annealing
@@ -350,8 +349,8 @@ class Trainer:
     def _kept_steps(self) -> frozenset[int]:
         if not self.recipe.logging.keep_epoch_checkpoints:
             return frozenset()
-        epochs = range(1, self.recipe.optimizer.num_train_epochs + 1)
-        return frozenset(min(epoch * self.sampler.steps_per_epoch, self.num_steps) for epoch in epochs)
+        per_epoch = self.sampler.steps_per_epoch
+        return frozenset({*range(per_epoch, self.num_steps, per_epoch), self.num_steps})
 
     def _refuse_full_disk(self) -> None:
         """Raise if the checkpoints that will stand side by side have no room: weights and two moments in float32."""
