@@ -54,7 +54,7 @@ class DrafterSection(Section):
     vocab_size: int | float | None = Field(
         None,
         gt=0,
-        description="propose only the most frequent tokens of the texts: this number, or enough to cover a share below 1",
+        description="propose only the most frequent tokens of the texts: how many, or the share (below 1) to cover",
     )
     markov_head: MarkovKind = Field("vanilla", description="DSpark only: vanilla, gated or rnn")
     markov_rank: int = Field(256, ge=1, description="DSpark only: rank of the Markov head")
