@@ -34,7 +34,7 @@ from transformers.initialization import no_init_weights
 from blockdraft.data import Batch, Completion, Features, LocalEngine, TextDataset
 from blockdraft.data.conversation import Request
 from blockdraft.data.engine import _Response
-from blockdraft.decoding.rounds import Plan, Rounds
+from blockdraft.decoding.rounds import Plan, RoundRunner
 from blockdraft.distributed import Distributed
 from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.losses import objective, objective_names
@@ -219,7 +219,7 @@ def count_decoding(
         drafter = build_drafter(config).to(target.dtype).eval()
     for who in (drafter, None) if alone else (drafter,):
         for path in paths:
-            rounds = Rounds(target, who, Plan("block", Sampling(), 1.0), 512, static=path == "static")
+            rounds = RoundRunner(target, who, Plan("block", Sampling(), 1.0), 512, static=path == "static")
             rounds.start(list(range(PROMPT)), 0)
             kind = "autoregressive" if who is None else config.kind
             found[f"{kind}, {path}"] = _count_round(rounds, where.tally)
@@ -274,7 +274,7 @@ def count_all() -> dict[str, Any]:
     return {"steps": steps, "objectives": objectives, "logged": logged, "rounds": rounds, "slots": slots}
 
 
-def _count_round(rounds: Rounds, tally: Tally) -> dict[str, Any]:
+def _count_round(rounds: RoundRunner, tally: Tally) -> dict[str, Any]:
     """Count the second round, phase by phase; the first makes what is made once."""
     by_phase: dict[str, int] = {}
     waiting: dict[str, int] = {}

@@ -21,7 +21,7 @@ from blockdraft.decoding.request import (
     prompt_ids,
     sampling_for,
 )
-from blockdraft.decoding.rounds import Plan, Rounds
+from blockdraft.decoding.rounds import Plan, RoundRunner
 from blockdraft.drafters import Drafter, Proposal, load_drafter
 from blockdraft.targets import Target, as_target
 from blockdraft.verification import Rule, Verdict
@@ -164,7 +164,7 @@ class _Text:
 
     def __init__(
         self,
-        rounds: Rounds,
+        rounds: RoundRunner,
         ids: list[int],
         max_new_tokens: int,
         policy: AdaptiveProposals | None,
@@ -225,7 +225,7 @@ class _Text:
         return clock()
 
 
-def _shown(rounds: Rounds, length: int) -> tuple[Proposal, Tensor, Verdict]:
+def _shown(rounds: RoundRunner, length: int) -> tuple[Proposal, Tensor, Verdict]:
     """Return what `OnVerdict` is shown: the block up to its first end token, copied if the next round overwrites it."""
     proposal, verdict = rounds.proposal, rounds.verdict
     block = proposal.tokens[:, :length], proposal.probs[:, :length]

@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor
 
 from blockdraft.decoding.request import DecodingError
-from blockdraft.decoding.rounds import Plan, Rounds
+from blockdraft.decoding.rounds import Plan, RoundRunner
 from blockdraft.drafters import Drafter, Proposal
 from blockdraft.selfcheck import SelfCheckError, compare, passes_check
 from blockdraft.targets import Target
@@ -75,7 +75,7 @@ CAPTURES: dict[str, Capture] = {"cuda": capture_cuda}
 @contextmanager
 def rounds_for(
     target: Target, drafter: Drafter | None, plan: Plan, capacity: int, cuda_graphs: bool | None = None
-) -> Iterator[Rounds]:
+) -> Iterator[RoundRunner]:
     """Give rounds for a text of up to ``capacity`` tokens: as graphs if wanted and sound, else plain ones.
 
     Graphs serve one text at a time; one that is begun meanwhile, by another thread for instance, has plain rounds.
@@ -86,7 +86,7 @@ def rounds_for(
         cuda_graphs: False for plain rounds; True makes graphs that fail their check an error; by default graphs are
             used where they can be, unless `SWITCH` turns them off.
     """
-    plain = Rounds(target, drafter, plan, capacity)
+    plain = RoundRunner(target, drafter, plan, capacity)
     found = _recorded(plain, cuda_graphs) if _wanted(target, cuda_graphs) else None
     if found is None or not found.lock.acquire(blocking=False):
         yield plain
@@ -97,7 +97,7 @@ def rounds_for(
         found.lock.release()
 
 
-def _recorded(plain: Rounds, asked: bool | None) -> Rounds | None:
+def _recorded(plain: RoundRunner, asked: bool | None) -> RoundRunner | None:
     """Return recorded rounds that do what plain ones do, from those that the target keeps or new; None if none can."""
     target, drafter, kept = plain.target, plain.drafter, plain.target.kept
     block = 0 if drafter is None else drafter.config.num_proposals
@@ -108,7 +108,7 @@ def _recorded(plain: Rounds, asked: bool | None) -> Rounds | None:
         _forget_stale(kept, plain)
         if key not in kept:
             kept[key] = _checked(plain, room, strict=True if asked else None)
-        found: Rounds | None = kept.pop(key)
+        found: RoundRunner | None = kept.pop(key)
         kept[key] = found  # now the last one used
         _make_room(kept)
     return found
@@ -133,18 +133,18 @@ def _wanted(target: Target, asked: bool | None) -> bool:
     return False
 
 
-def _checked(plain: Rounds, room: int, *, strict: bool | None) -> Rounds | None:
+def _checked(plain: RoundRunner, room: int, *, strict: bool | None) -> RoundRunner | None:
     """Record rounds and compare them with plain ones; None if they cannot be trusted."""
-    made: list[Rounds] = []
+    made: list[RoundRunner] = []
 
     @torch.inference_mode()
     def check() -> None:
         target, drafter, plan = plain.target, plain.drafter, plain.plan
-        rounds = Rounds(target, drafter, plan, room, static=True)
+        rounds = RoundRunner(target, drafter, plan, room, static=True)
         rounds.start(_checked_texts(target)[0], 0)
         replays = CAPTURES[target.device.type](list(rounds.phases.values()), rounds.streams.all)
         rounds.phases = dict(zip(rounds.phases, replays, strict=True))
-        compare_rounds(rounds, Rounds(target, drafter, plan, room))
+        compare_rounds(rounds, RoundRunner(target, drafter, plan, room))
         made.append(rounds)
 
     if passes_check(PART, plain.target.device, check, key=(next(_checks),), strict=strict):
@@ -152,7 +152,7 @@ def _checked(plain: Rounds, room: int, *, strict: bool | None) -> Rounds | None:
     return None
 
 
-def compare_rounds(rounds: Rounds, plain: Rounds) -> None:
+def compare_rounds(rounds: RoundRunner, plain: RoundRunner) -> None:
     """Raise unless both decode alike, phase by phase; the plain rounds are led along the others' choices.
 
     Rounding may decide a close choice otherwise, so every phase starts from the same values: what the models compute
@@ -182,7 +182,7 @@ def _checked_texts(target: Target) -> list[list[int]]:
     return [[token % target.vocab_size for token in text] for text in CHECKED_TEXTS]
 
 
-def _compare_phase(name: str, rounds: Rounds, plain: Rounds, tolerance: float) -> None:
+def _compare_phase(name: str, rounds: RoundRunner, plain: RoundRunner, tolerance: float) -> None:
     if name == "predict":
         compare("the drafter's hidden state", rounds.draft_hidden, plain.draft_hidden, tolerance)
     elif name == "draft":
@@ -197,7 +197,7 @@ def _compare_phase(name: str, rounds: Rounds, plain: Rounds, tolerance: float) -
         _same("the verdict", rounds.decision, plain.decision)
 
 
-def _lead(plain: Rounds, rounds: Rounds) -> None:
+def _lead(plain: RoundRunner, rounds: RoundRunner) -> None:
     """Give plain rounds the values that the others have, for the next phase."""
     plain.draft_hidden, plain.logits = rounds.draft_hidden.clone(), rounds.logits.clone()
     plain.features = None if rounds.features is None else rounds.features.clone()
@@ -209,14 +209,14 @@ def _same(name: str, found: Tensor | None, expected: Tensor) -> None:
         raise SelfCheckError(f"{name} is {None if found is None else found.tolist()} and not {expected.tolist()}")
 
 
-def _forget_stale(kept: dict[Hashable, Rounds | None], plain: Rounds) -> None:
+def _forget_stale(kept: dict[Hashable, RoundRunner | None], plain: RoundRunner) -> None:
     """Drop graphs of weights that are no more."""
     for key, rounds in list(kept.items()):
         if rounds is not None and not rounds.is_current(plain):
             del kept[key]
 
 
-def _make_room(kept: dict[Hashable, Rounds | None]) -> None:
+def _make_room(kept: dict[Hashable, RoundRunner | None]) -> None:
     """Drop the graphs that were not used for the longest time while all take too much."""
     for key in list(kept)[:-1]:
         if sum(rounds.num_bytes for rounds in kept.values() if rounds is not None) <= KEPT_BYTES:

@@ -53,7 +53,7 @@ class Streams:
             stream.manual_seed(each)
 
 
-class Rounds:
+class RoundRunner:
     """Decode texts, one after the other, by phases that leave what they made for those that follow.
 
         predict   draft_hidden              the drafter's pass over the block
@@ -119,7 +119,7 @@ class Rounds:
                     cache.clear_behind(len(ids))
         return int(token)
 
-    def is_current(self, newer: "Rounds") -> bool:
+    def is_current(self, newer: "RoundRunner") -> bool:
         """Return whether the weights are those of newer rounds, as far as these are of the same models."""
         if self.decoder is not newer.decoder:
             return False
