@@ -158,6 +158,15 @@ def test_an_evaluation_of_another_drafter_is_refused(shipped, made, capsys):
     assert ShippedDrafter.read(shipped).measured is not None
 
 
+def test_paths_of_the_machine_lose_all_but_their_last_part():
+    changes = ["data.path=datasets/texts", "data.cache=../cache", "drafter.initial=/elsewhere/best"]
+    recipe = public_recipe(load_recipe("pocket-dflash-bv", changes))
+    assert (str(recipe.data.path), str(recipe.data.cache)) == ("datasets/texts", "cache")
+    assert recipe.drafter.initial == "./best"
+    below = public_recipe(load_recipe("pocket-dflash-bv", ["drafter.initial=./runs/ce"]))
+    assert below.drafter.initial == "./runs/ce"
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -101,17 +101,26 @@ def rounded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def public_recipe(recipe: Recipe) -> Recipe:
-    """Return a recipe that says nothing of the machine it ran on: paths lose all but their last part."""
+    """Return a recipe that says nothing of the machine it ran on.
+
+    Paths below the working folder stay; of all others only the last part does.
+    """
     values = recipe.model_dump(mode="json")
     for key in ("path", "cache"):
-        values["data"][key] = values["data"][key] and Path(values["data"][key]).name
+        values["data"][key] = values["data"][key] and public_path(values["data"][key])
     initial = values["drafter"]["initial"]
     if "/" in initial:
-        values["drafter"]["initial"] = f"./{Path(initial).name}"
+        values["drafter"]["initial"] = f"./{public_path(initial)}"
     values["target"]["name"] = public_name(values["target"]["name"])
     for section in MACHINE:
         values[section] = Recipe().model_dump(mode="json")[section]
     return Recipe.model_validate(values)
+
+
+def public_path(path: str) -> str:
+    """Return a path below the working folder as it is, and only the last part of any other."""
+    given = Path(path)
+    return given.name if given.is_absolute() or ".." in given.parts else str(given)
 
 
 def training_command(recipe: Recipe, name: str) -> str:
@@ -188,7 +197,7 @@ def write_shipped_card(folder: Path, record: ShippedDrafter, config: DrafterConf
         record_in_words(record),
         "## How it was made",
         "```bash\n" + "\n".join(record.commands) + "\n```",
-        "The resolved recipe, with only the last part of every path:",
+        "The resolved recipe:",
         f"```yaml\n{yaml.safe_dump(_deciding(record.recipe), sort_keys=False)}```",
         "## Licence",
         f"That of blockdraft, apache-2.0. The target's: {licence or UNKNOWN}.",
