@@ -10,7 +10,7 @@ from blockdraft.decoding import rounds as decoding_rounds
 from blockdraft.drafters import attention as drafter_attention
 from blockdraft.drafters import drafter as drafter_module
 from blockdraft.losses import kernel_choice
-from blockdraft.targets import Target, decoder, layers
+from blockdraft.targets import Target, decoder
 from blockdraft.targets import attention as target_attention
 from blockdraft.targets import target as target_module
 from blockdraft.training import trainer
@@ -136,8 +136,8 @@ def put_in_place() -> None:
     drafter_attention._flex = lambda _compiled: _flex
     drafter_attention._make_mask = lambda _compiled: _block_mask
     target_attention.scaled_dot_product_attention = _sdpa
-    layers.scaled_dot_product_attention = _sdpa_in_decoding
-    layers.rms_norm = _norm_in_decoding
+    decoder.scaled_dot_product_attention = _sdpa_in_decoding
+    decoder.rms_norm = _norm_in_decoding
     decoder._is_supported = lambda model: model.config.model_type in decoder.FAMILIES
     target_module.weights_key = drafter_module.weights_key = lambda _module: 0
     torch.tensor = _tensor
