@@ -57,8 +57,8 @@ class Pace:
 
     @property
     def rate(self) -> str:
-        """Give tokens per second if tokens are made, else items per second; nothing while there is none of either."""
-        if self.seconds <= 0:
+        """Give tokens per second if tokens are made, else items per second; nothing in a stage's first second."""
+        if self.seconds < 1:
             return ""
         if self.tokens:
             return f"{self.tokens / self.seconds:,.0f} tokens/s"
