@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blockdraft.decoding import generate
-from blockdraft.drafters import DrafterConfig, build_drafter
+from blockdraft.drafters import SHIPPED, DrafterConfig, build_drafter, load_drafter
 from blockdraft.targets import EMBEDDED, Target, load_target
 
 from tiny import overfit
@@ -56,6 +56,19 @@ def test_greedy_text_is_the_same_with_a_drafter_that_was_trained(name, kind, num
         lengths.append(out.acceptance_length)
     assert lengths[0] > 2
     assert lengths[0] > lengths[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_a_shipped_drafter_drafts_for_its_target(name):
+    target = embedded(name.split("-")[0])
+    ids = target.render(
+        [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have?"}]
+    )
+    plain = generate(target, None, ids, rule="greedy", max_new_tokens=32)
+    out = generate(target, load_drafter(name, target), ids, rule="greedy", max_new_tokens=32)
+    assert out.tokens == plain.tokens
+    assert out.acceptance_length > 1.4
 
 
 @pytest.mark.slow
