@@ -61,13 +61,16 @@ def split(steps: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+WHOLE = "drafter.vocab_size=null"
+CACHED = "data.features=cached"
 SAVINGS = {
-    "as shipped": (),
-    "features cached": ("data.features=cached",),
-    "8,192 draft tokens": ("drafter.vocab_size=8192",),
-    "both": ("data.features=cached", "drafter.vocab_size=8192"),
+    "whole vocabulary, target run at every step": (WHOLE,),
+    "whole vocabulary, features cached": (WHOLE, CACHED),
+    "12,288 draft tokens, target run at every step": (),
+    "12,288 draft tokens, features cached": (CACHED,),
+    "the same in bfloat16": (CACHED, "target.dtype=bfloat16", "runtime.precision=bfloat16"),
 }
-"""Settings that save work in a step, with what they are called."""
+"""Settings of the recipe of smollm2 that save work in a step, by name; the first one saves nothing."""
 
 
 def compare(steps: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, float]:
@@ -90,7 +93,7 @@ def measure(target: str, options: argparse.Namespace, file: Path) -> dict[str, A
     if target == "smollm2":
         cases = {name: ours(recipe, [*options.settings, *changes], *threads) for name, changes in SAVINGS.items()}
         steps = take_turns(cases, options.rounds)
-        found["savings"] = {name: compare(each, steps["as shipped"]) for name, each in steps.items()}
+        found["savings"] = {name: compare(each, steps[next(iter(SAVINGS))]) for name, each in steps.items()}
     # without decay over positions or warm-up, so that both packages minimise the same number at the same rate
     settings = [*options.settings, "objective.options.eta=.inf", "optimizer.warmup_ratio=0"]
     cases = {"blockdraft": ours(f"{target}-dflash-kl", settings, *threads, "--given", file)}
@@ -133,7 +136,7 @@ def report(results: dict[str, Any]) -> str:
         for case, c in r.get("savings", {}).items()
     ]
     if rows:
-        tables.append(table(["target", "settings", "blocks/s", "times as shipped"], rows))
+        tables.append(table(["target", "settings", "blocks/s", "times the first"], rows))
     return "\n\n".join(tables)
 
 
@@ -142,8 +145,8 @@ def goals(results: dict[str, Any]) -> list[tuple[str, float, float]]:
     found = []
     if "smollm2" in results:
         found.append(("smollm2: arithmetic rate / that of a product", results["smollm2"]["split"]["ratio"], 0.5))
-        both = results["smollm2"]["savings"]["both"]["median_ratio"]
-        found.append(("smollm2: blocks/s, cached features and 8,192 draft tokens, over as shipped", 1 / both, 3.0))
+        saved = 1 / min(case["median_ratio"] for case in results["smollm2"]["savings"].values())
+        found.append(("smollm2: blocks/s with all that saves work, over nothing saved", saved, 3.0))
     for name, r in results.items():
         others = [case for case in r["packages"] if case != "blockdraft"]
         if others:

@@ -151,6 +151,29 @@ def test_a_cache_of_something_else_is_refused(tmp_path, paths):
         CachedFeatures(tmp_path / "nothing", target, paths, LAYERS)
 
 
+def test_a_cache_with_normalizers_also_serves_drafters_that_need_none(tmp_path, paths):
+    target = tiny_target()
+
+    def interrupt(_num):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8, normalizer_temperature=0.5, on_tokens=interrupt)
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)  # builds the rest, normalizers included
+    plan = BatchSampler(paths, num_texts=5, num_anchors=15, num_proposals=3, seed=0)
+    batch = collate(partition(plan.step(0, 0), 1, paths)[0], paths, 3)
+    without = CachedFeatures(tmp_path, target, paths, LAYERS)(batch)
+    with_them = CachedFeatures(tmp_path, target, paths, LAYERS, 0.5)(batch)
+    assert without.normalizer is None
+    assert torch.equal(without.features, with_them.features)
+    assert with_them.normalizer is not None
+    with pytest.raises(DataError, match=r"normalizer 0\.5 there, 1\.0 here"):
+        CachedFeatures(tmp_path, target, paths, LAYERS, 1.0)
+    build_cache(tmp_path / "plain", target, paths, LAYERS, max_bytes=10**8)
+    with pytest.raises(DataError, match=r"normalizer None there, 1\.0 here"):
+        build_cache(tmp_path / "plain", target, paths, LAYERS, max_bytes=10**8, normalizer_temperature=1.0)
+
+
 def test_one_cache_serves_every_split_of_its_texts(tmp_path, paths):
     target = tiny_target()
     build_cache(tmp_path, target, paths.split(3, seed=1)[0], LAYERS, max_bytes=10**8)

@@ -83,6 +83,10 @@ def test_the_number_of_proposals_is_chosen_once_from_costs_and_predictions(tmp_p
     assert one.lengths_by_proposals == two_proposals.lengths_by_proposals  # scored again with two slots
     monkeypatch.setattr("blockdraft.evaluation.evaluation.measure_costs", None)
     assert Evaluation(target, given, tasks(2), protocol, tmp_path).run().averages == results.averages
+    monkeypatch.setattr("blockdraft.evaluation.evaluation.measure_costs", lambda *_, **__: dear)
+    more = [*given, candidate("three", tiny_drafter("dflash", target, seed=5))]
+    chosen = Evaluation(target, more, tasks(2), protocol, tmp_path).run().drafters
+    assert [each.num_proposals for each in chosen] == [2, 4, 2]  # a drafter that is added moves no other
 
 
 @pytest.mark.slow
@@ -305,6 +309,24 @@ def test_a_folder_holds_one_evaluation(tmp_path):
         evaluate(target, {"a": tiny_drafter("dflash", target, seed=5)}, tmp_path, only_greedy)
     with pytest.raises(EvaluationError, match="rules"):
         evaluate(target, {"a": tiny_drafter("dflash", target)}, tmp_path, FEW)
+
+
+def test_drafters_may_be_added_to_an_evaluation_and_none_may_leave_it(tmp_path):
+    target = tiny_target(dtype=torch.float32)
+    protocol = replace(LEAST, num_traces=0)
+    drafters = {"a": tiny_drafter("dflash", target), "b": tiny_drafter("dspark", target)}
+    first = evaluate(target, {"a": drafters["a"]}, tmp_path / "grown", protocol, tasks(2))
+    grown = evaluate(target, drafters, tmp_path / "grown", protocol, tasks(2))
+    whole = evaluate(target, drafters, tmp_path / "whole", protocol, tasks(2))
+
+    def lengths(results, *names):
+        return [(c.task, c.rule, c.predicted_length, c.acceptance_length) for c in results.cells if c.drafter in names]
+
+    assert lengths(grown, "a", "b") == lengths(whole, "a", "b")
+    assert lengths(grown, "a") == lengths(first, "a")
+    assert len({key_of(line) for line in lines_of(tmp_path / "grown")}) == len(lines_of(tmp_path / "grown"))
+    with pytest.raises(EvaluationError, match="drafters differ"):
+        evaluate(target, {"b": drafters["b"]}, tmp_path / "grown", protocol, tasks(2))
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ evaluation: {tasks: [pocket-math], num_prompts: 2, num_decoded: 1, max_new_token
 
 
 def test_every_shipped_study_is_valid_and_the_papers_has_its_28_cells():
-    assert shipped_studies() == ["paper", "pocket", "pocket-short", "smollm2"]
+    assert shipped_studies() == ["paper", "pocket", "pocket-ablations", "pocket-short", "smollm2"]
     for name in shipped_studies():
         assert load_study(name).cells
     paper = load_study("paper")
@@ -119,15 +119,85 @@ def test_seeds_are_trained_evaluated_and_reported_one_after_the_other(tmp_path, 
     (tmp_path / "s.yaml").write_text(TINY)
     study = Study(load_study(tmp_path / "s.yaml", ["seeds=[1,2]"]), tmp_path / "out")
     done = []
-    monkeypatch.setattr(Study, "_run", lambda _self, jobs, *_: done.extend(job.name for job in jobs))
-    monkeypatch.setattr(Study, "evaluation_job", lambda _self, target, seed: Job(f"evaluate {target} {seed}", []))
-    monkeypatch.setattr(run_module, "summarize", lambda recipe, _out: done.append(f"report of {recipe.seeds}"))
+
+    def run_in_order(_self, jobs, _num_at_once, _show=None, on_end=lambda _name: None):
+        for job in jobs:
+            done.append(job.name)
+            on_end(job.name)
+
+    monkeypatch.setattr(Study, "_run", run_in_order)
+    monkeypatch.setattr(run_module, "summarize", lambda recipe, _out: done.append(f"report of {recipe.seeds}") or 1)
     study.run()
     assert done == [
         "prompts for pocket", "data for pocket",
-        "pocket-dflash-ce-seed1", "pocket-dflash-bv-seed1", "evaluate pocket 1", "report of [1]",
-        "pocket-dflash-ce-seed2", "pocket-dflash-bv-seed2", "evaluate pocket 2", "report of [1, 2]",
+        "pocket-dflash-ce-seed1", "pocket-dflash-bv-seed1", "evaluation of pocket, seed 1", "report of [1]",
+        "pocket-dflash-ce-seed2", "pocket-dflash-bv-seed2", "evaluation of pocket, seed 2", "report of [1, 2]",
     ]  # fmt: skip
+
+
+def test_an_evaluation_waits_for_its_cells_and_cells_for_their_features(tmp_path):
+    (tmp_path / "s.yaml").write_text(TINY)
+    cached = load_study(tmp_path / "s.yaml", ["seeds=[1,2]"])
+    needs = {job.name: job.needs for job in Study(cached, tmp_path / "out").jobs_left()}
+    first = "pocket-dflash-ce-seed1"
+    assert needs == {
+        first: set(), "pocket-dflash-bv-seed1": {first},
+        "evaluation of pocket, seed 1": {first, "pocket-dflash-bv-seed1"},
+        "pocket-dflash-ce-seed2": {first}, "pocket-dflash-bv-seed2": {first},
+        "evaluation of pocket, seed 2": {"pocket-dflash-ce-seed2", "pocket-dflash-bv-seed2"},
+    }  # fmt: skip
+    online = load_study(tmp_path / "s.yaml", ["seeds=[1,2]", "set=[data.features=online]"])
+    at_once = [job.name for job in Study(online, tmp_path / "out").jobs_left() if not job.needs]
+    assert at_once == [name for name in needs if not name.startswith("evaluation")]
+
+
+@pytest.mark.parametrize(
+    ("num_at_once", "order"),
+    [
+        (1, ["+train", "-train", "+evaluate", "-evaluate", "+next", "-next"]),
+        (2, ["+train", "+next", "-train", "+evaluate", "-next", "-evaluate"]),
+    ],
+)
+def test_jobs_run_side_by_side_where_what_they_need_allows_it(tmp_path, monkeypatch, num_at_once, order):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml"), tmp_path)
+    monkeypatch.setattr(Job, "command", property(lambda job: ["sh", "-c", *job.arguments]))
+
+    def job(name, needs=(), waits_for=()):
+        waits = "".join(f"until grep -qe {mark} marks 2>/dev/null; do sleep 0.05; done; " for mark in waits_for)
+        script = f"cd {tmp_path}; echo +{name} >> marks; {waits}echo -{name} >> marks"
+        return Job(name, [script], frozenset(needs))
+
+    beside = num_at_once > 1  # then each waits for the other's mark, and the order is certain
+    jobs = [
+        job("train", waits_for=["+next"] if beside else []),
+        job("evaluate", ["train"], waits_for=["-next"] if beside else []),
+        job("next", waits_for=["+evaluate"] if beside else []),
+    ]
+    ended, running = [], []
+    study._run(jobs, num_at_once, running.append, ended.append)
+    assert (tmp_path / "marks").read_text().split() == order
+    assert sorted(ended) == ["evaluate", "next", "train"]
+    assert max(map(len, running)) <= num_at_once
+    with pytest.raises(StudyError, match="wrong failed: no such thing"):
+        study._run([Job("wrong", ["echo no such thing; exit 3"]), job("never", ["wrong"])], num_at_once)
+    assert "never" not in (tmp_path / "marks").read_text()
+
+
+def test_jobs_at_once_have_a_gpu_each_and_every_command_its_device(tmp_path, monkeypatch):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml"), tmp_path, gpus=["3", "5"], model_options=["--device", "cuda"])
+    told = [job.arguments[0] for job in [*study.data_jobs(), *study.jobs_left()] if "--device" in job.arguments]
+    assert told == ["data", "train", "train", "evaluate"]
+    monkeypatch.setattr(Job, "command", property(lambda job: ["sh", "-c", *job.arguments]))
+
+    def job(name, other):
+        script = f"cd {tmp_path}; echo $CUDA_VISIBLE_DEVICES > {name}; until [ -e {other} ]; do sleep 0.05; done"
+        return Job(name, [script])
+
+    study._run([job("one", "two"), job("two", "one"), job("three", "one")], 2)
+    assert {(tmp_path / name).read_text().strip() for name in ("one", "two")} == {"3", "5"}
+    assert (tmp_path / "three").read_text().strip() in {"3", "5"}
 
 
 def test_cells_share_a_feature_cache_if_they_read_the_same_features(tmp_path):
@@ -180,5 +250,7 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     plan = Study(study, "parts")
     assert all(plan.is_trained(cell) for cell in study.cells)
     assert [plan.steps_done(cell) for cell in study.cells] == [(3, 3), (3, 3)]
+    more = load_study("s.yaml", ["objectives.lk={recipe: lk}"])  # an objective that is added, after all was evaluated
+    assert set(Study(more, "parts").run().wins) == {"bv", "lk"}
     with pytest.raises(StudyError, match="holds another study"):
         Study(load_study("s.yaml", ["evaluation.num_prompts=1"]), "parts").run()

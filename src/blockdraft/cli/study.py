@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from blockdraft.cli.options import Device, Dtype
+
 if TYPE_CHECKING:
     from blockdraft.study import Study, StudyHardware
 
@@ -23,8 +25,15 @@ def study(
     out: Annotated[Path | None, typer.Option(help="The study's folder.", show_default="studies/STUDY")] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="How many cells train at once.", show_default="one for each core"),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="How many cells or evaluations run at once.",
+            show_default="one for each GPU, or for each core if there is none",
+        ),
     ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show cells, cost and commands, and run nothing.")] = False,
     devices: Annotated[
         int | None,
@@ -70,21 +79,34 @@ def study(
     from blockdraft.study import Study, load_study
 
     loaded = load_study(recipe, assignments)
-    num_jobs = jobs or os.cpu_count() or 1
+    options = {"--device": device, "--dtype": dtype}
+    model_options = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    gpus = [] if device is not None else _visible_gpus()
+    num_jobs = jobs or len(gpus) or os.cpu_count() or 1
     folder = out or Path("studies") / loaded.name
     if plan:
         given = {"devices": devices, "tflops": tflops, "efficiency": efficiency, "tokens_per_text": tokens_per_text}
         assumed = loaded.hardware.model_copy(update={key: x for key, x in given.items() if x is not None})
-        _show_plan(Study(loaded, folder), assumed)
+        _show_plan(Study(loaded, folder, model_options=model_options), assumed)
         return
     print(f"{loaded.name}: {len(loaded.cells)} cells in {folder}, {num_jobs} at a time", file=sys.stderr)
     with Stages() as stages:
-        summary = Study(loaded, folder, num_jobs=num_jobs, on_progress=stages.show).run()
+        summary = Study(
+            loaded, folder, num_jobs=num_jobs, gpus=gpus, model_options=model_options, on_progress=stages.show
+        ).run()
     for table in summary.tables:
         print(table.markdown())
     for name, (wins, of) in summary.wins.items():
         print(f"{name} ahead of the baseline in {wins} of {of} comparisons of predicted length")
     print(f"the report: {summary.page}")
+
+
+def _visible_gpus() -> list[str]:
+    """Return the GPUs that jobs may be shared out over, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    import torch
+
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return asked.split(",") if asked else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def _show_plan(study: "Study", assumed: "StudyHardware") -> None:
@@ -121,5 +143,6 @@ def _show_plan(study: "Study", assumed: "StudyHardware") -> None:
         "TFLOP/s; data and evaluation are not counted"
     )
     console.print("\ncommands, each of which resumes by itself (torchrun -m blockdraft ... on several devices):")
-    for job in [*study.data_jobs(), *map(study.training_job, study.recipe.cells)]:
+    evaluations = [study.evaluation_job(target, seed) for seed in study.recipe.seeds for target in study.recipe.targets]
+    for job in [*study.data_jobs(), *map(study.training_job, study.recipe.cells), *evaluations]:
         console.print(f"  {job}")

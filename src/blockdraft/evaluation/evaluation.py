@@ -1,6 +1,6 @@
 """Run an evaluation in its folder: texts of the target, predictions from them, decoding, results.
 
-out/plan.json              what this evaluation is; another one is refused
+out/plan.json              what this evaluation is; another one is refused, but drafters may be added
 out/texts/KIND/NNN         the target's own responses, greedy and sampled, in data folders of up to 128 prompts
 out/predictions/*.json     expected rounds on them, by drafter (its fingerprint) and data folder
 out/proposals.json         how many tokens each drafter proposes, if that is chosen for speed
@@ -148,8 +148,10 @@ class Evaluation:
             wrong = read_evaluation_file(file, EvaluationPlan).differences(plan)
             if wrong:
                 raise EvaluationError(
-                    f"{self.out} holds another evaluation: {', '.join(wrong)} differ. Choose another --out"
+                    f"{self.out} holds another evaluation: {', '.join(wrong)} differ. Choose another --out; only "
+                    "drafters may be added"
                 )
+            write_model(plan, file, indent=None)
             return
         parts = [name for name in ("texts", "predictions", "records", "results.json") if (self.out / name).exists()]
         if parts:
@@ -273,17 +275,18 @@ class Evaluation:
         and every other process, goes by the same one.
         """
         file, protocol = self.out / "proposals.json", self.protocol
-        if self.distributed.is_main and not file.exists():
+        chosen = read_evaluation_file(file, ProposalFile).drafters if file.exists() else {}
+        missing = [each for each in self.candidates if each.name not in chosen]
+        if self.distributed.is_main and missing:
             rule = protocol.rules[-1]
             sampled = None if rule == "greedy" else protocol.temperature
             prompts = [prompt_of(task.prompts[0]) for task in self.tasks]
-            chosen = {}
-            for number, each in enumerate(self.candidates):
-                self.on_progress("cost of rounds", number, len(self.candidates), 0)
+            for number, each in enumerate(missing):
+                self.on_progress("cost of rounds", number, len(missing), 0)
                 lengths = Predictions(self._prediction_files(each), protocol).lengths_by_proposals(self.tasks)[rule]
                 costs = measure_costs(self.target, each.drafter, prompts, rule=rule, temperature=sampled)
                 chosen[each.name] = best_num_proposals(costs, lengths)
-            self.on_progress("cost of rounds", len(self.candidates), len(self.candidates), 0)
+            self.on_progress("cost of rounds", len(missing), len(missing), 0)
             write_model(ProposalFile(rule=rule, drafters=chosen), file)
         self.distributed.barrier()
         found = read_evaluation_file(file, ProposalFile).drafters

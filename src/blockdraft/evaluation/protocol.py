@@ -159,7 +159,9 @@ class Protocol:
 
 
 class EvaluationPlan(Strict):
-    """States everything that decides what an evaluation measures: ``plan.json``. A folder holds one plan.
+    """States everything that decides what an evaluation measures: ``plan.json``.
+
+    A folder holds one plan, to which drafters may be added.
 
     target, drafters: fingerprints of the weights, the drafters' by name.
     draft_temperatures: the grid, the target's own temperature in it.
@@ -179,8 +181,9 @@ class EvaluationPlan(Strict):
     num_decoded: int | None = None
 
     def differences(self, other: "EvaluationPlan") -> list[str]:
-        """Return the names of the fields that differ."""
-        return [name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)]
+        """Return the names of the fields that differ; drafters that the other plan adds are no difference."""
+        mine = self.model_copy(update={"drafters": other.drafters | self.drafters})
+        return [name for name in type(self).model_fields if getattr(mine, name) != getattr(other, name)]
 
 
 class ProposalFile(Strict):

@@ -53,6 +53,7 @@ class StudyEvaluation(Section):
         ["greedy", "token", "block"], min_length=1, description="verification rules"
     )
     checkpoint: Literal["last", "best"] = Field("last", description="the paper evaluates the last checkpoint")
+    num_traces: int = Field(2, ge=0, description="prompts of each task for the report's block explorer")
     dynamics_texts: int = Field(0, ge=0, description="training texts for the figure of training dynamics")
 
     @field_validator("tasks", "rules")

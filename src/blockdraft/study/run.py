@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -31,10 +31,11 @@ from blockdraft.study.summary import StudySummary, summarize
 
 @dataclass(frozen=True)
 class Job:
-    """Holds a command of a study: what it makes, and how to make it."""
+    """Holds a command of a study: what it makes, how to make it, and the names of the jobs that must end before it."""
 
     name: str
     arguments: list[str]
+    needs: frozenset[str] = frozenset()
 
     @property
     def command(self) -> list[str]:
@@ -46,12 +47,29 @@ class Job:
 
 
 class Study:
-    """Runs a study in its folder, and resumes it."""
+    """Runs a study in its folder, and resumes it.
+
+    Args:
+        recipe: the study.
+        out: its folder.
+        num_jobs: how many cells and evaluations run at once.
+        gpus: as ``CUDA_VISIBLE_DEVICES`` names them; jobs that run at once are shared out over them, one for each.
+        model_options: options such as ``--device cpu`` for every command that runs a model.
+        on_progress: called with a stage, how many of its items are done, how many there are, and 0.
+    """
 
     def __init__(
-        self, recipe: StudyRecipe, out: str | Path, *, num_jobs: int = 1, on_progress: OnProgress | None = None
+        self,
+        recipe: StudyRecipe,
+        out: str | Path,
+        *,
+        num_jobs: int = 1,
+        gpus: Sequence[str] = (),
+        model_options: Sequence[str] = (),
+        on_progress: OnProgress | None = None,
     ) -> None:
         self.recipe, self.out, self.num_jobs = recipe, Path(out), num_jobs
+        self.gpus, self.model_options = list(gpus), list(model_options)
         self.on_progress = on_progress or (lambda _stage, _done, _of, _tokens: None)
 
     # What there is to do
@@ -81,7 +99,8 @@ class Study:
             limits = ["--max-new-tokens", str(target.max_new_tokens), "--max-length", str(target.max_length)]
             folders = ["--prompts", str(prompts), "--out", str(self.data_folder(name))]
             model = next(cell for cell in self.recipe.cells if cell.target == name).recipe.target.name
-            jobs.append(Job(f"data for {name}", ["data", "regenerate", "--target", model, *folders, *limits]))
+            arguments = ["data", "regenerate", "--target", model, *folders, *limits, *self.model_options]
+            jobs.append(Job(f"data for {name}", arguments))
         return jobs
 
     def cache_folder(self, cell: StudyCell) -> Path:
@@ -95,26 +114,26 @@ class Study:
     def training_job(self, cell: StudyCell) -> Job:
         """Return the command that trains one cell."""
         fields = cell.assignments(self.data_folder(cell.target), self.cache_folder(cell))
-        return Job(cell.name, ["train", cell.recipe_name, *fields, "--out", str(self.run_folder(cell))])
+        out = ["--out", str(self.run_folder(cell))]
+        return Job(cell.name, ["train", cell.recipe_name, *fields, *self.model_options, *out])
 
     def evaluation_job(self, target: str, seed: int) -> Job:
         """Return the command that evaluates all drafters of one target and seed."""
         evaluation = self.recipe.evaluation
         cells = [cell for cell in self.recipe.cells if (cell.target, cell.seed) == (target, seed)]
-        drafters = [f"{c.drafter_name}={Run.open(self.run_folder(c)).checkpoint(evaluation.checkpoint)}" for c in cells]
+        drafters = [f"{cell.drafter_name}={self.run_folder(cell)}@{evaluation.checkpoint}" for cell in cells]
         arguments = ["evaluate", "--target", cells[0].recipe.target.name, "--drafter", *drafters]
         arguments += ["--tasks", *evaluation.tasks, "--rules", *evaluation.rules]
         arguments += ["--max-new-tokens", str(evaluation.max_new_tokens), "--seed", str(seed)]
-        arguments += ["--dynamics-texts", str(evaluation.dynamics_texts)]
+        arguments += ["--dynamics-texts", str(evaluation.dynamics_texts), "--num-traces", str(evaluation.num_traces)]
         if evaluation.num_prompts is not None:
             arguments += ["--num-prompts", str(evaluation.num_prompts)]
         if evaluation.num_decoded is not None:
             arguments += ["--num-decoded", str(evaluation.num_decoded)]
         if evaluation.prompts is not None:
             arguments += ["--prompts", str(evaluation.prompts)]
-        return Job(
-            f"evaluation of {target}, seed {seed}", [*arguments, "--out", str(self.evaluation_folder(target, seed))]
-        )
+        arguments += [*self.model_options, "--out", str(self.evaluation_folder(target, seed))]
+        return Job(self._evaluation_name(target, seed), arguments)
 
     def steps_done(self, cell: StudyCell) -> tuple[int, int | None]:
         """Return the steps that a cell has taken, and how many it will take; None if that is not known yet."""
@@ -144,13 +163,44 @@ class Study:
             self._remember()
             for number, job in enumerate(jobs := self.data_jobs()):
                 self.on_progress("data", number, len(jobs), 0)
-                self._run([job], 1, lambda: None)
-            for number, seed in enumerate(self.recipe.seeds, 1):
-                self._train(seed)
-                self._evaluate(seed)
-                finished = self.recipe.model_copy(update={"seeds": self.recipe.seeds[:number]})
-                summary = summarize(finished, self.out)  # a study that is stopped later has something to show
+                self._run([job], 1)
+            jobs = self.jobs_left()
+            left = {job.name for job in jobs}
+            summary: StudySummary | None = None
+
+            def report(ended: str) -> None:
+                """Summarize the complete seeds, so that a study that is stopped later has something to show."""
+                nonlocal summary
+                left.discard(ended)
+                seeds = [seed for seed in self.recipe.seeds if not left & self._evaluations(seed)]
+                if seeds and ended in self._evaluations(*self.recipe.seeds):
+                    summary = summarize(self.recipe.model_copy(update={"seeds": seeds}), self.out)
+
+            self._run(jobs, self.num_jobs, self._show_steps(), report)
+            assert summary is not None
             return summary
+
+    def jobs_left(self) -> list[Job]:
+        """Return the training jobs that have not ended and all evaluations, seed by seed, with what each waits for."""
+        jobs, builders = list[Job](), dict[Path, str]()
+        for seed in self.recipe.seeds:
+            left = [cell for cell in self.recipe.cells if cell.seed == seed and not self.is_trained(cell)]
+            for cell in left:
+                needs = frozenset[str]()
+                if cell.recipe.data.features == "cached":  # one cell builds what the others read
+                    needs = frozenset({builders.setdefault(self.cache_folder(cell), cell.name)} - {cell.name})
+                jobs.append(replace(self.training_job(cell), needs=needs))
+            for target in self.recipe.targets:
+                needs = frozenset(cell.name for cell in left if cell.target == target)
+                jobs.append(replace(self.evaluation_job(target, seed), needs=needs))
+        return jobs
+
+    def _evaluations(self, *seeds: int) -> set[str]:
+        """Return the names of the evaluations of some seeds."""
+        return {self._evaluation_name(target, seed) for target in self.recipe.targets for seed in seeds}
+
+    def _evaluation_name(self, target: str, seed: int) -> str:
+        return f"evaluation of {target}, seed {seed}"
 
     def _remember(self) -> None:
         file = self.out / "study.yaml"
@@ -167,51 +217,72 @@ class Study:
         with atomic_write(file) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
 
-    def _train(self, seed: int) -> None:
-        cells = [cell for cell in self.recipe.cells if cell.seed == seed]
-        left = [cell for cell in cells if not self.is_trained(cell)]
+    def _show_steps(self) -> Callable[[Sequence[str]], None]:
+        """Return what shows the steps of all cells, about once a second, and the evaluations that run."""
+        cells, known, shown = self.recipe.cells, dict[str, tuple[int, int | None]](), 0.0
+        stage, ongoing = f"training, steps of {len(cells)} cells", set[str]()
 
-        def show() -> None:
-            steps = [self.steps_done(cell) for cell in cells]
-            known = [of for _, of in steps if of]
-            of = round(sum(known) / len(known) * len(cells)) if known else len(cells)
-            done = sum(done for done, _ in steps)
-            self.on_progress(f"training, seed {seed}, steps of {len(cells)} cells", done, max(of, done), 0)
+        def show(running: Sequence[str]) -> None:
+            nonlocal shown
+            evaluations = self._evaluations(*self.recipe.seeds)
+            for name in sorted(ongoing - set(running)):
+                self.on_progress(name, 1, 1, 0)
+            for name in sorted(evaluations & set(running) - ongoing):
+                self.on_progress(name, 0, 1, 0)
+            ongoing.clear()
+            ongoing.update(evaluations & set(running))
+            if time.monotonic() < shown + 1:
+                return
+            shown = time.monotonic()
+            for cell in cells:
+                done, of = known.get(cell.name, (0, None))
+                if of is None or done < of:
+                    known[cell.name] = self.steps_done(cell)
+            totals = [of for _, of in known.values() if of]
+            of = round(sum(totals) / len(totals) * len(cells)) if totals else len(cells)
+            done = sum(done for done, _ in known.values())
+            self.on_progress(stage, done, max(of, done), 0)
 
-        cached = [cell for cell in reversed(left) if cell.recipe.data.features == "cached"]
-        builders = {self.cache_folder(cell): cell.name for cell in cached}  # the first builds what the others read
-        for is_turn in (True, False):
-            turn = [self.training_job(cell) for cell in left if (cell.name in builders.values()) == is_turn]
-            self._run(turn, self.num_jobs, show)
+        return show
 
-    def _evaluate(self, seed: int) -> None:
-        stage, targets = f"evaluation, seed {seed}", list(self.recipe.targets)
-        for number, target in enumerate(targets):
-            self.on_progress(stage, number, len(targets), 0)
-            self._run([self.evaluation_job(target, seed)], 1, lambda: None)
-        self.on_progress(stage, len(targets), len(targets), 0)
+    def _run(
+        self,
+        jobs: Sequence[Job],
+        num_at_once: int,
+        show: Callable[[Sequence[str]], None] = lambda _running: None,
+        on_end: Callable[[str], None] = lambda _name: None,
+    ) -> None:
+        """Run commands, some at once, in their order where what they need allows it.
 
-    def _run(self, jobs: Sequence[Job], num_at_once: int, show: Callable[[], None]) -> None:
-        """Run commands, some at once; if one fails, the others are told to save and stop."""
+        If one fails, the others are told to save and stop.
+        """
         threads = max(1, (os.cpu_count() or 1) // num_at_once)
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
         logs = self.out / "logs"
         logs.mkdir(exist_ok=True)
-        waiting, running = list(jobs), dict[str, subprocess.Popen[bytes]]()
-        failed: list[str] = []
+        waiting, running, failed = list(jobs), dict[str, subprocess.Popen[bytes]](), list[str]()
+        places = dict[str, int]()  # of the jobs that run, for their GPUs
         try:
             while (waiting and not failed) or running:
-                while waiting and len(running) < num_at_once and not failed:
-                    job = waiting.pop(0)
-                    with self._log(job.name).open("ab") as log:
-                        running[job.name] = subprocess.Popen(job.command, stdout=log, stderr=log, env=environment)
+                unfinished = {job.name for job in waiting} | set(running)
+                for job in [each for each in waiting if not each.needs & unfinished and not failed]:
+                    if len(running) < num_at_once:
+                        waiting.remove(job)
+                        place = places[job.name] = min(set(range(num_at_once)) - {places[name] for name in running})
+                        if self.gpus:
+                            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[place % len(self.gpus)]
+                        with self._log(job.name).open("ab") as log:
+                            running[job.name] = subprocess.Popen(job.command, stdout=log, stderr=log, env=environment)
                 time.sleep(0.2)
-                for name, child in list(running.items()):
-                    if child.poll() is not None:
-                        del running[name]
-                        if child.returncode:
-                            failed.append(name)
-                show()
+                ended = {name: child.returncode for name, child in running.items() if child.poll() is not None}
+                for name in ended:
+                    del running[name]
+                show(list(running))
+                for name, code in ended.items():
+                    if code:
+                        failed.append(name)
+                    else:
+                        on_end(name)
         finally:
             for child in running.values():
                 child.send_signal(signal.SIGTERM)
