@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from blockdraft.evaluation.results import Interval
 from blockdraft.reports import Table, read_evaluations, tables
 from blockdraft.reports.page import table_html
-from blockdraft.reports.table import MISSING, CellValue, Column, TableRow, best_in_columns
+from blockdraft.reports.table import MISSING, CellValue, Column, TableRow, best_in_columns, times, with_interval
 
 import synthetic
 
@@ -173,6 +174,14 @@ def test_markdown(found):
     assert lines[6].startswith("|  | BV | **4.27** | **2.91×** |")
     assert lines[7].startswith(r"| Qwen\_3 | CE | 4.02 |")
     assert len({line.count("|") for line in lines[2:]}) == 1
+
+
+def test_an_interval_without_width_is_not_shown():
+    """Over a single prompt every resample is the same, which would look like certainty."""
+    known, unknown = Interval(value=1.5, low=1.25, high=1.75), Interval(value=1.5, low=1.5, high=1.5)
+    assert [with_interval(each).text for each in (known, unknown)] == ["1.50 [1.25, 1.75]", "1.50"]
+    assert [with_interval(each).interval for each in (known, unknown)] == [(1.25, 1.75), None]
+    assert times(unknown).interval is None
 
 
 def test_ties_as_shown_are_all_best():

@@ -168,7 +168,7 @@ def show_results(results: "Results") -> None:
     from rich.text import Text
 
     def interval(of: "Interval", unit: str = "") -> tuple[str, str]:
-        return f"{of.value:.2f}{unit}", f"{of.low:.2f}-{of.high:.2f}"
+        return f"{of.value:.2f}{unit}", "" if of.bounds is None else f"{of.low:.2f}-{of.high:.2f}"
 
     title = Text(f"{results.target}: tokens per call, mean of {len(results.tasks)} tasks", style="table.title")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))

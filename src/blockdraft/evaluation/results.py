@@ -40,6 +40,11 @@ class Interval(Strict):
     low: float
     high: float
 
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Give the interval; None if it has no width, since a single prompt of each task says nothing about spread."""
+        return (self.low, self.high) if self.low < self.high else None
+
 
 class TaskAbout(Strict):
     """Says which prompts a task had.

@@ -32,7 +32,7 @@ class Gain:
     @classmethod
     def paired(cls, ratio: Interval) -> "Gain":
         """Take the ratio of two means over the same resampled prompts."""
-        if ratio.low == ratio.high:
+        if ratio.bounds is None:
             return cls(ratio.value, False, TOO_FEW)
         span = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
         return cls(ratio.value, ratio.low > 1 or ratio.high < 1, f"95% interval {span}", span)
@@ -41,7 +41,7 @@ class Gain:
     def unpaired(cls, new: Interval, old: Interval) -> "Gain":
         """Compare two means of which only their own intervals are known."""
         ratio = new.value / old.value if old.value else float("nan")
-        if new.low == new.high or old.low == old.high:
+        if new.bounds is None or old.bounds is None:
             return cls(ratio, False, TOO_FEW)
         apart = new.low > old.high or new.high < old.low
         return cls(ratio, apart, f"their 95% intervals {'do not ' if apart else ''}overlap")
@@ -107,7 +107,9 @@ class Headline:
     def basis(self) -> str:
         """Say what the large figure rests on."""
         first = self.findings[0]
-        return first.gain.basis if first.gain else f"95% interval {first.new.low:.2f} to {first.new.high:.2f}"
+        if first.gain:
+            return first.gain.basis
+        return f"95% interval {first.new.low:.2f} to {first.new.high:.2f}" if first.new.bounds else TOO_FEW
 
     @property
     def sentences(self) -> list[str]:
@@ -206,4 +208,5 @@ def _best(group: Averages) -> tuple[Entry, Average]:
 
 
 def _with(estimate: Interval, unit: str = "") -> str:
-    return f"{estimate.value:.2f}{unit} [{estimate.low:.2f}, {estimate.high:.2f}]"
+    shown = f"{estimate.value:.2f}{unit}"
+    return shown if estimate.bounds is None else f"{shown} [{estimate.low:.2f}, {estimate.high:.2f}]"

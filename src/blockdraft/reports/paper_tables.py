@@ -278,8 +278,10 @@ def _losses_by_drafters(
 def _gain(ratio: Interval | None) -> CellValue:
     if ratio is None:
         return MISSING
-    low, high = ratio.low - 1, ratio.high - 1
     shown = Gain.paired(ratio).figure or "undecided"
+    if ratio.bounds is None:
+        return CellValue(shown, ratio.value - 1)
+    low, high = ratio.low - 1, ratio.high - 1
     return CellValue(f"{shown} [{low:+.1%}, {high:+.1%}]", ratio.value - 1, (low, high))
 
 

@@ -175,8 +175,10 @@ def times(estimate: Interval) -> CellValue:
 
 def with_interval(estimate: Interval) -> CellValue:
     """Show tokens and the 95% interval: 4.95 [4.80, 5.10]."""
-    shown = f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
-    return CellValue(shown, estimate.value, (estimate.low, estimate.high))
+    shown = f"{estimate.value:.2f}"
+    if estimate.bounds is not None:
+        shown += f" [{estimate.low:.2f}, {estimate.high:.2f}]"
+    return CellValue(shown, estimate.value, estimate.bounds)
 
 
 def plain(number: float | int | str | None, form: str = "{}") -> CellValue:
@@ -217,7 +219,7 @@ def _shown(value: CellValue) -> float:
 
 
 def _ranked(estimate: Interval, form: Callable[[float], str]) -> CellValue:
-    return CellValue(form(estimate.value), estimate.value, (estimate.low, estimate.high), ranked=True)
+    return CellValue(form(estimate.value), estimate.value, estimate.bounds, ranked=True)
 
 
 def _markdown(text: str) -> str:
