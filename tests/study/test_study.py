@@ -252,5 +252,6 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     assert [plan.steps_done(cell) for cell in study.cells] == [(3, 3), (3, 3)]
     more = load_study("s.yaml", ["objectives.lk={recipe: lk}"])  # an objective that is added, after all was evaluated
     assert set(Study(more, "parts").run().wins) == {"bv", "lk"}
-    with pytest.raises(StudyError, match="holds another study"):
-        Study(load_study("s.yaml", ["evaluation.num_prompts=1"]), "parts").run()
+    for change in ("evaluation.num_prompts=1", "objectives.bv.set=[]", "objectives={ce: {recipe: ce}}", "seeds=[2]"):
+        with pytest.raises(StudyError, match="holds another study"):
+            Study(load_study("s.yaml", [change]), "parts").run()

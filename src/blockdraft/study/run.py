@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
+from pydantic import ValidationError
 
 from blockdraft.data import read_manifest
 from blockdraft.evaluation.evaluation import OnProgress
@@ -204,17 +205,19 @@ class Study:
 
     def _remember(self) -> None:
         file = self.out / "study.yaml"
-        text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
-        before = read_yaml_file(file) if os.path.lexists(file) else None
-        if before is not None and before != yaml.safe_load(text):
-            grown = before | {
-                key: value for key, value in yaml.safe_load(text).items() if key in ("seeds", "objectives")
-            }
-            if grown != yaml.safe_load(text):
+        if os.path.lexists(file):
+            try:
+                before = StudyRecipe.model_validate(read_yaml_file(file))
+            except ValidationError as error:
+                raise StudyError(f"{file} does not describe a study; choose another --out") from error
+            now = self.recipe
+            kept = set(before.seeds) <= set(now.seeds) and before.objectives.items() <= now.objectives.items()
+            if not kept or before.model_copy(update={"seeds": now.seeds, "objectives": now.objectives}) != now:
                 raise StudyError(
                     f"{self.out} holds another study; only seeds and objectives may be added. Choose another --out"
                 )
         with atomic_write(file) as unfinished:
+            text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
             unfinished.write_text(text, encoding="utf-8")
 
     def _show_steps(self) -> Callable[[Sequence[str]], None]:
