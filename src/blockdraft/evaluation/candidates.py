@@ -132,7 +132,13 @@ def shipped_record(folder: str | Path) -> ShippedDrafter | None:
 PAPER_SCHEDULE = AnnealingSection(ratio=0.5, initial=0.0, final=1.0)
 """beta from 0 to 1 over the first half of training: with this schedule, and only with it, BV is called BV."""
 
-TITLES = {"dpace": "D-PACE", "dspark": "DSpark loss", "lk-hybrid": "LK hybrid", "rounds": "Rounds", "token-bv": "Token BV"}
+TITLES = {
+    "dpace": "D-PACE",
+    "dspark": "DSpark loss",
+    "lk-hybrid": "LK hybrid",
+    "rounds": "Rounds",
+    "token-bv": "Token BV",
+}
 """Objectives whose title is not their name in capitals."""
 
 FORBIDDEN = '<>:"/\\|?*'
