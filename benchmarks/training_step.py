@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blockdraft.data import Batch, Conversation, Engine, Features, GenerationSettings, Prompt, regenerate
 from blockdraft.recipes import load_recipe
-from blockdraft.targets import Sampling, Target, TargetOutput, load_target
+from blockdraft.targets import DTYPES, Sampling, Target, TargetOutput, load_target
 from blockdraft.training import Trainer, step, trainer
 
 from measuring import Peak, serve
@@ -194,7 +194,8 @@ def main() -> None:
             *options.assignments,
         ]
         recipe = load_recipe(options.recipe, settings)
-        target = load_target(recipe.target.name)
+        dtype = recipe.target.dtype
+        target = load_target(recipe.target.name, dtype=None if dtype is None else DTYPES[dtype])
         make_data(Path(folder) / "data", target, recipe.batch.num_texts)
         run = Trainer(recipe, target, Path(folder) / "run")
         batches = run.loader.steps(0, run.num_steps)

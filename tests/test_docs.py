@@ -134,6 +134,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=names)
 def test_no_placeholder_is_left(page):
     assert not re.search(r"@@|TODO|TBD|XXX", page.read_text(encoding="utf-8"))
+    assert not re.search(r"^(<{7}|={7}|>{7})", page.read_text(), re.MULTILINE)  # of a merge
 
 
 def test_every_page_is_in_the_navigation():

@@ -329,6 +329,16 @@ def test_drafters_may_be_added_to_an_evaluation_and_none_may_leave_it(tmp_path):
         evaluate(target, {"b": drafters["b"]}, tmp_path / "grown", protocol, tasks(2))
 
 
+def test_a_drafter_with_longer_blocks_is_refused_before_anything_is_changed(tmp_path):
+    target = tiny_target(dtype=torch.float32)
+    protocol = replace(LEAST, num_traces=0)
+    short, long = tiny_drafter("dflash", target), tiny_drafter("dflash", target, num_proposals=6)
+    first = evaluate(target, {"a": short}, tmp_path, protocol, tasks(2))
+    with pytest.raises(EvaluationError, match="b proposes more tokens at a time"):
+        evaluate(target, {"a": short, "b": long}, tmp_path, protocol, tasks(2))
+    assert evaluate(target, {"a": short}, tmp_path, protocol, tasks(2)).averages == first.averages
+
+
 @pytest.mark.slow
 def test_predictions_of_earlier_weights_are_not_taken_for_those_of_others(tmp_path):
     """Names of drafters mean nothing to predictions: their weights do."""

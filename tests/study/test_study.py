@@ -7,6 +7,7 @@ import re
 import pytest
 import yaml
 
+from blockdraft.cli.study import _visible_gpus
 from blockdraft.data import DataError
 from blockdraft.recipes import RecipeError
 from blockdraft.study import Study, StudyError, load_study, shipped_studies
@@ -151,6 +152,41 @@ def test_an_evaluation_waits_for_its_cells_and_cells_for_their_features(tmp_path
     assert at_once == [name for name in needs if not name.startswith("evaluation")]
 
 
+def test_nobody_waits_for_features_that_a_trained_cell_has_read(tmp_path, monkeypatch):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml", ["seeds=[1,2]"]), tmp_path / "out")
+    monkeypatch.setattr(Study, "is_trained", lambda _self, cell: cell.name == "pocket-dflash-ce-seed1")
+    assert [job.name for job in study.jobs_left() if not job.needs] == [
+        "pocket-dflash-bv-seed1", "pocket-dflash-ce-seed2", "pocket-dflash-bv-seed2"
+    ]  # fmt: skip
+
+
+def test_a_shared_cache_is_built_by_a_cell_that_needs_its_normalizers(tmp_path):
+    (tmp_path / "s.yaml").write_text(TINY)
+    reduced = "objectives.bv.set=[drafter.vocab_size=512,data.cache=shared]"
+    recipe = load_study(tmp_path / "s.yaml", ["objectives.ce.set=[data.cache=shared]", reduced])
+    study = Study(recipe, tmp_path / "out")
+    assert {str(study.cache_folder(cell)) for cell in recipe.cells} == {"shared"}
+    needs = {job.name: job.needs for job in study.jobs_left()}
+    assert needs["pocket-dflash-ce-seed1"] == {"pocket-dflash-bv-seed1"}
+    assert needs["pocket-dflash-bv-seed1"] == set()
+
+
+def test_seeds_that_end_out_of_order_are_reported_as_they_are_complete(tmp_path, monkeypatch):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml", ["seeds=[1,2]"]), tmp_path / "out")
+    reports = []
+
+    def run_backwards(_self, jobs, _num_at_once, _show=None, on_end=lambda _name: None):
+        for job in reversed(jobs):
+            on_end(job.name)
+
+    monkeypatch.setattr(Study, "_run", run_backwards)
+    monkeypatch.setattr(run_module, "summarize", lambda recipe, _out: reports.append(recipe.seeds))
+    study.run()
+    assert [list(seeds) for seeds in (reports[0], reports[-1])] == [[2], [1, 2]]
+
+
 @pytest.mark.parametrize(
     ("num_at_once", "order"),
     [
@@ -184,9 +220,35 @@ def test_jobs_run_side_by_side_where_what_they_need_allows_it(tmp_path, monkeypa
     assert "never" not in (tmp_path / "marks").read_text()
 
 
+def test_if_a_job_fails_those_beside_it_are_stopped(tmp_path, monkeypatch):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml"), tmp_path)
+    monkeypatch.setattr(Job, "command", property(lambda job: ["sh", "-c", *job.arguments]))
+    endless = f"trap 'touch {tmp_path}/stopped; exit 143' TERM; touch {tmp_path}/begun; while :; do sleep 0.05; done"
+    fails = f"until [ -e {tmp_path}/begun ]; do sleep 0.05; done; echo broken; exit 3"
+    with pytest.raises(StudyError, match="wrong failed: broken"):
+        study._run([Job("endless", [endless]), Job("wrong", [fails])], 2)
+    assert (tmp_path / "stopped").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "count", "gpus"),
+    [
+        (None, 2, ["0", "1"]), ("", 2, ["0", "1"]), ("3, 5", 2, ["3", "5"]), ("GPU-8f", 1, ["GPU-8f"]),
+        ("-1", 0, []), ("NoDevFiles", 0, []), (None, 0, []),
+    ],
+)  # fmt: skip
+def test_gpus_are_those_that_can_be_seen(monkeypatch, asked, count, gpus):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
+    assert _visible_gpus() == gpus
+
+
 def test_jobs_at_once_have_a_gpu_each_and_every_command_its_device(tmp_path, monkeypatch):
     (tmp_path / "s.yaml").write_text(TINY)
-    study = Study(load_study(tmp_path / "s.yaml"), tmp_path, gpus=["3", "5"], model_options=["--device", "cuda"])
+    study = Study(load_study(tmp_path / "s.yaml"), tmp_path, gpus=["3", "5"], device="cuda")
     told = [job.arguments[0] for job in [*study.data_jobs(), *study.jobs_left()] if "--device" in job.arguments]
     assert told == ["data", "train", "train", "evaluate"]
     monkeypatch.setattr(Job, "command", property(lambda job: ["sh", "-c", *job.arguments]))
@@ -229,12 +291,12 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
 
     def stop_in(wanted):
         def stop(stage, done, _of, _tokens):
-            if stage.startswith(wanted) and done >= 1:
+            if stage.startswith(wanted) and done >= (wanted == "training"):
                 raise StopError
 
         return stop
 
-    for stage in ("training", "evaluation"):
+    for stage in ("training", "evaluation"):  # the second while it runs
         with pytest.raises(StopError):
             Study(study, "parts", num_jobs=1, on_progress=stop_in(stage)).run()
     parts = Study(study, "parts").run()
@@ -252,6 +314,7 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     assert [plan.steps_done(cell) for cell in study.cells] == [(3, 3), (3, 3)]
     more = load_study("s.yaml", ["objectives.lk={recipe: lk}"])  # an objective that is added, after all was evaluated
     assert set(Study(more, "parts").run().wins) == {"bv", "lk"}
+    assert Study(more, "parts").jobs_left() == []
     for change in ("evaluation.num_prompts=1", "objectives.bv.set=[]", "objectives={ce: {recipe: ce}}", "seeds=[2]"):
         with pytest.raises(StudyError, match="holds another study"):
             Study(load_study("s.yaml", [change]), "parts").run()

@@ -79,21 +79,21 @@ def study(
     from blockdraft.study import Study, load_study
 
     loaded = load_study(recipe, assignments)
-    options = {"--device": device, "--dtype": dtype}
-    model_options = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    gpus = [] if device is not None else _visible_gpus()
-    num_jobs = jobs or len(gpus) or os.cpu_count() or 1
+    if dtype is not None:
+        loaded = loaded.model_copy(update={"set": [*loaded.set, f"target.dtype={dtype}"]})
+    gpus = _visible_gpus() if device in (None, "cuda") else []
+    cores = (os.cpu_count() or 1) if device in (None, "cpu") else 1
+    num_jobs = jobs or len(gpus) or cores
     folder = out or Path("studies") / loaded.name
     if plan:
         given = {"devices": devices, "tflops": tflops, "efficiency": efficiency, "tokens_per_text": tokens_per_text}
         assumed = loaded.hardware.model_copy(update={key: x for key, x in given.items() if x is not None})
-        _show_plan(Study(loaded, folder, model_options=model_options), assumed)
+        _show_plan(Study(loaded, folder, device=device), assumed)
         return
     print(f"{loaded.name}: {len(loaded.cells)} cells in {folder}, {num_jobs} at a time", file=sys.stderr)
     with Stages() as stages:
-        summary = Study(
-            loaded, folder, num_jobs=num_jobs, gpus=gpus, model_options=model_options, on_progress=stages.show
-        ).run()
+        running = Study(loaded, folder, num_jobs=num_jobs, gpus=gpus, device=device, on_progress=stages.show)
+        summary = running.run()
     for table in summary.tables:
         print(table.markdown())
     for name, (wins, of) in summary.wins.items():
@@ -105,8 +105,9 @@ def _visible_gpus() -> list[str]:
     """Return the GPUs that jobs may be shared out over, as ``CUDA_VISIBLE_DEVICES`` names them."""
     import torch
 
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return asked.split(",") if asked else [str(number) for number in range(torch.cuda.device_count())]
+    count, asked = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [each.strip() for each in asked.split(",")] if asked else [str(number) for number in range(count)]
+    return names[:count]
 
 
 def _show_plan(study: "Study", assumed: "StudyHardware") -> None:

@@ -98,7 +98,7 @@ class CachedFeatures(Features):
         self.dataset, self._rows = dataset.whole
         index = CacheIndex.read(self.folder)
         identity = cache_identity(target, self.dataset, layers, normalizer_temperature)
-        refuse_other_identity(self.folder, _without_what_is_not_needed(index.identity, identity), identity)
+        refuse_other_identity(self.folder, _comparable_identity(index.identity, identity), identity)
         names = _file_names(len(_files(self.dataset)), normalizer_temperature)
         missing = [name for name in names if name not in index.files]
         if missing:
@@ -176,7 +176,7 @@ def cache_identity(
     return identity if normalizer_temperature is None else identity | {"normalizer": normalizer_temperature}
 
 
-def _without_what_is_not_needed(there: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+def _comparable_identity(there: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     """Return a cache's identity without its normalizers, which a drafter over the whole vocabulary does not need."""
     return there if "normalizer" in wanted else {key: value for key, value in there.items() if key != "normalizer"}
 
@@ -208,14 +208,15 @@ def build_cache(
         index = CacheIndex.read(folder)
         normalizer_temperature = index.identity.get("normalizer", normalizer_temperature)
         names = _file_names(len(groups), normalizer_temperature)
-        if _without_what_is_not_needed(index.identity, identity) == identity and set(index.files) == set(names):
+        if _comparable_identity(index.identity, identity) == identity and set(index.files) == set(names):
             return  # several runs may read one cache at once
     refuse_full_disk(folder, _bytes_to_write(folder, target, dataset, layers), "the target's features")
     with writing(folder):
         index = CacheIndex(identity=identity)
         if (folder / INDEX).exists():
             index = CacheIndex.read(folder)
-            refuse_other_identity(folder, _without_what_is_not_needed(index.identity, identity), identity)
+            normalizer_temperature = index.identity.get("normalizer", normalizer_temperature)
+            refuse_other_identity(folder, _comparable_identity(index.identity, identity), identity)
             check_files(folder, index.files, REPAIR)
         for number, texts in enumerate(groups):
             features, normalizer = f"features-{number:05d}.npy", f"normalizer-{number:05d}.npy"

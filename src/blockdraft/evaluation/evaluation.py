@@ -24,7 +24,16 @@ from typing import Any
 
 import torch
 
-from blockdraft.data import Conversation, GenerationSettings, Prompt, TextDataset, read_completions, regenerate
+from blockdraft.data import (
+    Conversation,
+    GenerationSettings,
+    Prompt,
+    TextDataset,
+    read_completions,
+    read_manifest,
+    regenerate,
+)
+from blockdraft.data.manifest import MANIFEST
 from blockdraft.decoding import best_num_proposals, measure_costs
 from blockdraft.distributed import Distributed
 from blockdraft.errors import BlockdraftError
@@ -134,7 +143,7 @@ class Evaluation:
     # What this evaluation is
 
     def _refuse_another(self) -> None:
-        """Write the plan, or compare it with the one that is there."""
+        """Write the plan, or compare it with the one that is there, to which it may add drafters."""
         protocol = self.protocol
         plan = EvaluationPlan(
             target=fingerprint(self.target), drafters={each.name: each.fingerprint for each in self.candidates},
@@ -151,6 +160,7 @@ class Evaluation:
                     f"{self.out} holds another evaluation: {', '.join(wrong)} differ. Choose another --out; only "
                     "drafters may be added"
                 )
+            self._refuse_longer_blocks()
             write_model(plan, file, indent=None)
             return
         parts = [name for name in ("texts", "predictions", "records", "results.json") if (self.out / name).exists()]
@@ -160,6 +170,16 @@ class Evaluation:
                 "Choose another --out"
             )
         write_model(plan, file, indent=None)
+
+    def _refuse_longer_blocks(self) -> None:
+        """Raise if a drafter that is added proposes so many tokens that the texts would have to be shorter."""
+        for _, folder, _ in self._folders():
+            if (folder / MANIFEST).exists() and read_manifest(folder).identity.max_length != self.max_length:
+                longest = max(self.candidates, key=lambda each: each.drafter.config.num_proposals)
+                raise EvaluationError(
+                    f"{longest.name} proposes more tokens at a time than the drafters that {self.out} was begun with, "
+                    "so less room is left for answers. Choose another --out, or give --num-proposals"
+                )
 
     def _settings(self) -> dict[str, Any]:
         protocol = self.protocol

@@ -100,7 +100,8 @@ def record_in_words(record: ShippedDrafter) -> str:
     for each in found.lengths:
         temperature = "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g} ({each.choice})"
         lengths = [
-            f"{i.value:.2f} [{i.low:.2f}, {i.high:.2f}]" for i in (each.predicted_length, each.acceptance_length)
+            f"{i.value:.2f}" + (f" [{i.low:.2f}, {i.high:.2f}]" if i.bounds else "")
+            for i in (each.predicted_length, each.acceptance_length)
         ]
         rows.append(f"| {each.rule} | {temperature} | {lengths[0]} | {lengths[1]} | {each.speedup.value:.2f} |")
     return (

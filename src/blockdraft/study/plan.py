@@ -14,6 +14,8 @@ from blockdraft.recipes.loading import override, read_yaml_file
 from blockdraft.recipes.schema import Section
 
 SHIPPED_STUDIES = Path(__file__).parent / "shipped"
+PLACEHOLDER = Path("features")
+"""The feature cache in a cell's recipe, where the study chooses it."""
 
 
 class StudyError(BlockdraftError):
@@ -145,7 +147,7 @@ class StudyCell:
     @cached_property
     def recipe(self) -> Recipe:
         """Give the cell's recipe; its data folder is left open."""
-        return load_recipe(self.recipe_name, self.assignments(Path("data"), Path("features")))
+        return load_recipe(self.recipe_name, self.assignments(Path("data"), PLACEHOLDER))
 
 
 def shipped_studies() -> list[str]:

@@ -22,17 +22,18 @@ import yaml
 from pydantic import ValidationError
 
 from blockdraft.data import read_manifest
+from blockdraft.evaluation import read_results
 from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.files import atomic_write, exclusive
 from blockdraft.recipes.loading import read_yaml_file
 from blockdraft.runs import Run
-from blockdraft.study.plan import StudyCell, StudyError, StudyRecipe
+from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyRecipe
 from blockdraft.study.summary import StudySummary, summarize
 
 
 @dataclass(frozen=True)
 class Job:
-    """Holds a command of a study: what it makes, how to make it, and the names of the jobs that must end before it."""
+    """Holds a command of a study: what it makes, how, and the names of the jobs that must end before it starts."""
 
     name: str
     arguments: list[str]
@@ -54,8 +55,8 @@ class Study:
         recipe: the study.
         out: its folder.
         num_jobs: how many cells and evaluations run at once.
-        gpus: as ``CUDA_VISIBLE_DEVICES`` names them; jobs that run at once are shared out over them, one for each.
-        model_options: options such as ``--device cpu`` for every command that runs a model.
+        gpus: as ``CUDA_VISIBLE_DEVICES`` names them; jobs that run at once are shared out over them.
+        device: where every command computes; None leaves it to the command.
         on_progress: called with a stage, how many of its items are done, how many there are, and 0.
     """
 
@@ -66,11 +67,11 @@ class Study:
         *,
         num_jobs: int = 1,
         gpus: Sequence[str] = (),
-        model_options: Sequence[str] = (),
+        device: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         self.recipe, self.out, self.num_jobs = recipe, Path(out), num_jobs
-        self.gpus, self.model_options = list(gpus), list(model_options)
+        self.gpus, self.device = list(gpus), [] if device is None else ["--device", device]
         self.on_progress = on_progress or (lambda _stage, _done, _of, _tokens: None)
 
     # What there is to do
@@ -99,14 +100,21 @@ class Study:
                 jobs.append(Job(f"prompts for {name}", ["data", "prompts", "--from", target.prompts, *chosen]))
             limits = ["--max-new-tokens", str(target.max_new_tokens), "--max-length", str(target.max_length)]
             folders = ["--prompts", str(prompts), "--out", str(self.data_folder(name))]
-            model = next(cell for cell in self.recipe.cells if cell.target == name).recipe.target.name
-            arguments = ["data", "regenerate", "--target", model, *folders, *limits, *self.model_options]
-            jobs.append(Job(f"data for {name}", arguments))
+            jobs.append(Job(f"data for {name}", ["data", "regenerate", *self._model(name), *folders, *limits]))
         return jobs
 
+    def _model(self, target: str) -> list[str]:
+        """Return the options that load a target, in the precision that its first cell trains for."""
+        section = next(cell for cell in self.recipe.cells if cell.target == target).recipe.target
+        dtype = [] if section.dtype is None else ["--dtype", section.dtype]
+        return ["--target", section.name, *dtype, *self.device]
+
     def cache_folder(self, cell: StudyCell) -> Path:
-        """Return the folder of the cached features that a cell reads, named by all that they depend on."""
+        """Return the folder of the cached features that a cell reads: its own choice, or named by what decides them."""
         drafter, recipe = cell.recipe.drafter, cell.recipe
+        if recipe.data.cache != PLACEHOLDER:
+            assert recipe.data.cache is not None
+            return recipe.data.cache
         parts = [cell.target, f"{drafter.num_features or 'default'}-layers"]
         parts += [recipe.target.dtype] if recipe.target.dtype else []
         parts += [f"normalizer-{recipe.make_objective().temperature:g}"] if drafter.vocab_size is not None else []
@@ -115,15 +123,14 @@ class Study:
     def training_job(self, cell: StudyCell) -> Job:
         """Return the command that trains one cell."""
         fields = cell.assignments(self.data_folder(cell.target), self.cache_folder(cell))
-        out = ["--out", str(self.run_folder(cell))]
-        return Job(cell.name, ["train", cell.recipe_name, *fields, *self.model_options, *out])
+        return Job(cell.name, ["train", cell.recipe_name, *fields, *self.device, "--out", str(self.run_folder(cell))])
 
     def evaluation_job(self, target: str, seed: int) -> Job:
         """Return the command that evaluates all drafters of one target and seed."""
         evaluation = self.recipe.evaluation
         cells = [cell for cell in self.recipe.cells if (cell.target, cell.seed) == (target, seed)]
         drafters = [f"{cell.drafter_name}={self.run_folder(cell)}@{evaluation.checkpoint}" for cell in cells]
-        arguments = ["evaluate", "--target", cells[0].recipe.target.name, "--drafter", *drafters]
+        arguments = ["evaluate", *self._model(target), "--drafter", *drafters]
         arguments += ["--tasks", *evaluation.tasks, "--rules", *evaluation.rules]
         arguments += ["--max-new-tokens", str(evaluation.max_new_tokens), "--seed", str(seed)]
         arguments += ["--dynamics-texts", str(evaluation.dynamics_texts), "--num-traces", str(evaluation.num_traces)]
@@ -133,7 +140,7 @@ class Study:
             arguments += ["--num-decoded", str(evaluation.num_decoded)]
         if evaluation.prompts is not None:
             arguments += ["--prompts", str(evaluation.prompts)]
-        arguments += [*self.model_options, "--out", str(self.evaluation_folder(target, seed))]
+        arguments += ["--out", str(self.evaluation_folder(target, seed))]
         return Job(self._evaluation_name(target, seed), arguments)
 
     def steps_done(self, cell: StudyCell) -> tuple[int, int | None]:
@@ -152,6 +159,14 @@ class Study:
         run = Run.open(self.run_folder(cell))
         return run.info.num_steps in run.checkpoints()
 
+    def is_evaluated(self, target: str, seed: int) -> bool:
+        """Return whether the results of a target and seed are there, with all drafters that the study has now."""
+        folder = self.evaluation_folder(target, seed)
+        if not (folder / "results.json").exists():
+            return False
+        wanted = {cell.drafter_name for cell in self.recipe.cells if (cell.target, cell.seed) == (target, seed)}
+        return wanted == {each.name for each in read_results(folder).drafters}
+
     # Doing it
 
     def run(self) -> StudySummary:
@@ -165,36 +180,49 @@ class Study:
             for number, job in enumerate(jobs := self.data_jobs()):
                 self.on_progress("data", number, len(jobs), 0)
                 self._run([job], 1)
+                self.on_progress("data", number + 1, len(jobs), 0)
             jobs = self.jobs_left()
             left = {job.name for job in jobs}
-            summary: StudySummary | None = None
 
             def report(ended: str) -> None:
                 """Summarize the complete seeds, so that a study that is stopped later has something to show."""
-                nonlocal summary
                 left.discard(ended)
-                seeds = [seed for seed in self.recipe.seeds if not left & self._evaluations(seed)]
-                if seeds and ended in self._evaluations(*self.recipe.seeds):
-                    summary = summarize(self.recipe.model_copy(update={"seeds": seeds}), self.out)
+                complete = [seed for seed in self.recipe.seeds if not left & self._evaluations(seed)]
+                if ended in self._evaluations(*self.recipe.seeds):
+                    self.on_progress(ended, 1, 1, 0)
+                    if complete and left:
+                        summarize(self.recipe.model_copy(update={"seeds": complete}), self.out)
 
             self._run(jobs, self.num_jobs, self._show_steps(), report)
-            assert summary is not None
-            return summary
+            return summarize(self.recipe, self.out)
 
     def jobs_left(self) -> list[Job]:
-        """Return the training jobs that have not ended and all evaluations, seed by seed, with what each waits for."""
-        jobs, builders = list[Job](), dict[Path, str]()
+        """Return the training jobs and evaluations that are left, seed by seed, with what each waits for."""
+        untrained = [cell for cell in self.recipe.cells if not self.is_trained(cell)]
+        builders = self._cache_builders(untrained)
+        jobs = list[Job]()
         for seed in self.recipe.seeds:
-            left = [cell for cell in self.recipe.cells if cell.seed == seed and not self.is_trained(cell)]
-            for cell in left:
-                needs = frozenset[str]()
-                if cell.recipe.data.features == "cached":  # one cell builds what the others read
-                    needs = frozenset({builders.setdefault(self.cache_folder(cell), cell.name)} - {cell.name})
+            cells = [cell for cell in untrained if cell.seed == seed]
+            for cell in cells:
+                needs = frozenset(builders.get(self.cache_folder(cell), set[str]()) - {cell.name})
                 jobs.append(replace(self.training_job(cell), needs=needs))
             for target in self.recipe.targets:
-                needs = frozenset(cell.name for cell in left if cell.target == target)
-                jobs.append(replace(self.evaluation_job(target, seed), needs=needs))
+                needs = frozenset(cell.name for cell in cells if cell.target == target)
+                if needs or not self.is_evaluated(target, seed):
+                    jobs.append(replace(self.evaluation_job(target, seed), needs=needs))
         return jobs
+
+    def _cache_builders(self, untrained: Sequence[StudyCell]) -> dict[Path, set[str]]:
+        """Return, for each feature cache that no trained cell has read, the name of the cell that builds it.
+
+        A cell over fewer tokens goes first, since it also needs the target's normalizers.
+        """
+        builders = dict[Path, set[str]]()
+        for cell in sorted(untrained, key=lambda each: each.recipe.drafter.vocab_size is None):
+            if cell.recipe.data.features == "cached":
+                builders.setdefault(self.cache_folder(cell), {cell.name})
+        trained = {self.cache_folder(cell) for cell in self.recipe.cells if cell not in untrained}
+        return {folder: names for folder, names in builders.items() if folder not in trained}
 
     def _evaluations(self, *seeds: int) -> set[str]:
         """Return the names of the evaluations of some seeds."""
@@ -221,19 +249,15 @@ class Study:
             unfinished.write_text(text, encoding="utf-8")
 
     def _show_steps(self) -> Callable[[Sequence[str]], None]:
-        """Return what shows the steps of all cells, about once a second, and the evaluations that run."""
+        """Return what shows the steps of all cells, about once a second, and the evaluations that begin."""
         cells, known, shown = self.recipe.cells, dict[str, tuple[int, int | None]](), 0.0
-        stage, ongoing = f"training, steps of {len(cells)} cells", set[str]()
+        stage, begun = f"training, steps of {len(cells)} cells", set[str]()
 
         def show(running: Sequence[str]) -> None:
             nonlocal shown
-            evaluations = self._evaluations(*self.recipe.seeds)
-            for name in sorted(ongoing - set(running)):
-                self.on_progress(name, 1, 1, 0)
-            for name in sorted(evaluations & set(running) - ongoing):
+            for name in sorted(self._evaluations(*self.recipe.seeds) & set(running) - begun):
+                begun.add(name)
                 self.on_progress(name, 0, 1, 0)
-            ongoing.clear()
-            ongoing.update(evaluations & set(running))
             if time.monotonic() < shown + 1:
                 return
             shown = time.monotonic()
@@ -264,16 +288,17 @@ class Study:
         logs = self.out / "logs"
         logs.mkdir(exist_ok=True)
         waiting, running, failed = list(jobs), dict[str, subprocess.Popen[bytes]](), list[str]()
-        places = dict[str, int]()  # of the jobs that run, for their GPUs
+        places = dict[str, str]()  # the GPU of every job
         try:
-            while (waiting and not failed) or running:
+            while (waiting or running) and not failed:
                 unfinished = {job.name for job in waiting} | set(running)
-                for job in [each for each in waiting if not each.needs & unfinished and not failed]:
+                for job in [each for each in waiting if not each.needs & unfinished]:
                     if len(running) < num_at_once:
                         waiting.remove(job)
-                        place = places[job.name] = min(set(range(num_at_once)) - {places[name] for name in running})
                         if self.gpus:
-                            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[place % len(self.gpus)]
+                            taken = [places[name] for name in running]
+                            places[job.name] = min(self.gpus, key=taken.count)
+                            environment["CUDA_VISIBLE_DEVICES"] = places[job.name]
                         with self._log(job.name).open("ab") as log:
                             running[job.name] = subprocess.Popen(job.command, stdout=log, stderr=log, env=environment)
                 time.sleep(0.2)
