@@ -39,7 +39,7 @@ TASK = {"sums": 0.5, "functions": 0.0, "talk_2": -0.75}
 def tau(label: str, kind: str, rule: str, task: str, choice: str = "paper", shift: float = 0.0) -> float:
     """The acceptance length of a made-up drafter."""
     best = {"paper": 0.0, "best": 0.25, "one-hot": -0.2}[choice]
-    return 3.0 + LOSS[label] + (0.5 if kind == "dspark" else 0.0) + RULE[rule] + TASK[task] + best + shift
+    return 3.0 + LOSS.get(label, 0.2) + (0.5 if kind == "dspark" else 0.0) + RULE[rule] + TASK[task] + best + shift
 
 
 def results(
@@ -131,7 +131,7 @@ def _about(name: str, kind: str, label: str) -> DrafterAbout:
     points = [
         TemperaturePoint(
             draft_temperature=t,
-            acceptance_length={r: 3.2 + LOSS[label] + RULE[r] - 2 * (t - top) ** 2 for r in ("token", "block")},
+            acceptance_length={r: 3.2 + LOSS.get(label, 0.2) + RULE[r] - 2 * (t - top) ** 2 for r in ("token", "block")},
         )
         for t in grid
     ]
@@ -145,7 +145,7 @@ def _about(name: str, kind: str, label: str) -> DrafterAbout:
 
 def _cell(name: str, kind: str, label: str, rule: str, choice: str, task: str, shift: float) -> Cell:
     length = tau(label, kind, rule, task, choice, shift)
-    keep = 0.62 + 0.08 * (LOSS[label] + TASK[task])
+    keep = 0.62 + 0.08 * (LOSS.get(label, 0.2) + TASK[task])
     conditional = [min(1.0, keep + 0.03 * i) for i in range(BLOCK)]
     retention = torch.tensor(conditional).cumprod(0).tolist()
     rounds = {"sums": 100, "functions": 200, "talk_2": 300}[task]
@@ -184,7 +184,7 @@ def _dynamics(name: str, label: str) -> Dynamics:
             step=30 * epoch,
             epoch=epoch,
             accuracy=0.3 + (0.05 if label == "CE" else 0.035) * epoch,
-            draft_length=1.0 + (0.4 + LOSS[label] / 3) * epoch**0.5,
+            draft_length=1.0 + (0.4 + LOSS.get(label, 0.2) / 3) * epoch**0.5,
         )
         for epoch in range(1, 7)
     ]

@@ -145,6 +145,33 @@ def test_inks_are_the_objectives(evaluations, tmp_path):
     assert first.dash != second.dash
 
 
+def test_variants_are_drawn_as_their_objective_and_many_others_apart(tmp_path):
+    labels = ["CE", "BV (beta to 0.5)", *(f"objective {number}" for number in range(8))]
+    folder = synthetic.write(tmp_path, synthetic.results(drafters=tuple(("dflash", label) for label in labels)))
+    found = read_evaluations([folder])
+    inks = {entry.about.label: styles(found)(entry).ink for entry in found.entries}
+    assert (inks["CE"], inks["BV (beta to 0.5)"]) == ("ce", "bv")
+    assert len(set(inks.values())) == len(labels)
+
+
+def test_a_long_legend_stays_within_the_figure_and_takes_nothing_from_the_panels(tmp_path):
+    def drawn(*labels):
+        folder = synthetic.write(
+            tmp_path / str(len(labels)), synthetic.results(drafters=tuple(("dflash", label) for label in labels))
+        )
+        drawing = next(d for d in figures(read_evaluations([folder])) if d.name.startswith("temperature"))
+        drawing.figure.draw_without_rendering()
+        (legend,) = drawing.figure.legends
+        return drawing.figure, legend.get_window_extent()
+
+    few, _ = drawn("CE", "BV")
+    many, extent = drawn(*(f"an objective with a long name, number {number}" for number in range(12)))
+    assert extent.x0 >= 0
+    assert extent.x1 <= many.bbox.x1
+    heights = [figure.axes[0].get_window_extent().height for figure in (few, many)]
+    assert heights[1] >= 0.9 * heights[0]
+
+
 def test_a_drawing_for_a_page_depends_on_nothing(evaluations):
     drawing = next(iter(figures(read_evaluations(evaluations))))
     inline = drawing.inline()

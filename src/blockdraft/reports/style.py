@@ -106,13 +106,21 @@ Look = Callable[[Entry], Style]
 
 
 def styles(comparison: Comparison) -> Look:
-    """Give every objective its ink and marker; a dash tells drafters of one objective, kind and target apart."""
-    others = cycle(OTHERS)
-    inks: dict[str, str] = {}
-    for entry in comparison.entries:
-        label = entry.about.label
+    """Give every objective its ink and marker; a dash tells drafters of one objective, kind and target apart.
+
+    A variant, such as ``BV (beta to 0.5)``, is drawn as its objective if that is not there itself. Objectives that are
+    not the paper's have inks of their own, and once these are used up those of the paper's that are not there.
+    """
+    labels = list(dict.fromkeys(entry.about.label for entry in comparison.entries))
+    inks = {label: OBJECTIVE_INKS[label] for label in labels if label in OBJECTIVE_INKS}
+    for label in labels:
+        ink = OBJECTIVE_INKS.get(label.partition(" (")[0])
+        if label not in inks and ink is not None and ink not in inks.values():
+            inks[label] = ink
+    others = cycle([*OTHERS, *(ink for ink in MARKERS if ink not in inks.values())])
+    for label in labels:
         if label not in inks:
-            inks[label] = OBJECTIVE_INKS.get(label) or next(others)
+            inks[label] = next(others)
 
     def style(entry: Entry) -> Style:
         ink = inks[entry.about.label]
@@ -211,7 +219,9 @@ def legend(figure: Figure, entries: Sequence[Entry], look: Look, *, lines: bool 
         handle = Line2D([], [], color=style.colour, marker=style.marker, label=entry.label)
         handle.set_linestyle(style.dash if lines else "none")
         handles.setdefault(entry.label, handle)
-    num_rows = -(-len(handles) // 7)
+    fitting = max(1, int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, handles)))))  # inches, about 0.08 a letter
+    num_rows = -(-len(handles) // min(7, fitting))
     num_columns = -(-len(handles) // num_rows)
+    figure.set_figheight(figure.get_figheight() + 0.2 * (num_rows - 1))  # a long legend takes nothing from the panels
     by_column = [handle for column in range(num_columns) for handle in list(handles.values())[column::num_columns]]
     figure.legend(handles=by_column, loc="outside lower center", ncols=num_columns)
