@@ -1,5 +1,6 @@
 """Evaluations made up by formula, with traces that the real verification rules decided."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ TASKS = [
     TaskAbout(name="functions", title="Functions", group="code", source="pocket", num_prompts=30, num_turns=30),
     TaskAbout(name="talk_2", title="Talk & 100% chat", group="chat", source="pocket", num_prompts=20, num_turns=40),
 ]
-LOSS = {"CE": 0.0, "KL": 0.12, "BV w/o annealing": 0.5, "BV": 0.75}
+LOSS = defaultdict(lambda: 0.2, {"CE": 0.0, "KL": 0.12, "BV w/o annealing": 0.5, "BV": 0.75})
 RULE = {"greedy": 0.6, "token": -0.1, "block": 0.0}
 TASK = {"sums": 0.5, "functions": 0.0, "talk_2": -0.75}
 
@@ -39,7 +40,7 @@ TASK = {"sums": 0.5, "functions": 0.0, "talk_2": -0.75}
 def tau(label: str, kind: str, rule: str, task: str, choice: str = "paper", shift: float = 0.0) -> float:
     """The acceptance length of a made-up drafter."""
     best = {"paper": 0.0, "best": 0.25, "one-hot": -0.2}[choice]
-    return 3.0 + LOSS.get(label, 0.2) + (0.5 if kind == "dspark" else 0.0) + RULE[rule] + TASK[task] + best + shift
+    return 3.0 + LOSS[label] + (0.5 if kind == "dspark" else 0.0) + RULE[rule] + TASK[task] + best + shift
 
 
 def results(
@@ -131,7 +132,7 @@ def _about(name: str, kind: str, label: str) -> DrafterAbout:
     points = [
         TemperaturePoint(
             draft_temperature=t,
-            acceptance_length={r: 3.2 + LOSS.get(label, 0.2) + RULE[r] - 2 * (t - top) ** 2 for r in ("token", "block")},
+            acceptance_length={r: 3.2 + LOSS[label] + RULE[r] - 2 * (t - top) ** 2 for r in ("token", "block")},
         )
         for t in grid
     ]
@@ -145,7 +146,7 @@ def _about(name: str, kind: str, label: str) -> DrafterAbout:
 
 def _cell(name: str, kind: str, label: str, rule: str, choice: str, task: str, shift: float) -> Cell:
     length = tau(label, kind, rule, task, choice, shift)
-    keep = 0.62 + 0.08 * (LOSS.get(label, 0.2) + TASK[task])
+    keep = 0.62 + 0.08 * (LOSS[label] + TASK[task])
     conditional = [min(1.0, keep + 0.03 * i) for i in range(BLOCK)]
     retention = torch.tensor(conditional).cumprod(0).tolist()
     rounds = {"sums": 100, "functions": 200, "talk_2": 300}[task]
@@ -184,7 +185,7 @@ def _dynamics(name: str, label: str) -> Dynamics:
             step=30 * epoch,
             epoch=epoch,
             accuracy=0.3 + (0.05 if label == "CE" else 0.035) * epoch,
-            draft_length=1.0 + (0.4 + LOSS.get(label, 0.2) / 3) * epoch**0.5,
+            draft_length=1.0 + (0.4 + LOSS[label] / 3) * epoch**0.5,
         )
         for epoch in range(1, 7)
     ]
