@@ -225,7 +225,7 @@ def test_if_a_job_fails_those_beside_it_are_stopped(tmp_path, monkeypatch):
     study = Study(load_study(tmp_path / "s.yaml"), tmp_path)
     monkeypatch.setattr(Job, "command", property(lambda job: ["sh", "-c", *job.arguments]))
     endless = f"trap 'touch {tmp_path}/stopped; exit 143' TERM; touch {tmp_path}/begun; while :; do sleep 0.05; done"
-    fails = f"until [ -e {tmp_path}/begun ]; do sleep 0.05; done; echo broken; exit 3"
+    fails = f"until [ -e {tmp_path}/begun ]; do sleep 0.05; done; echo error: broken; exit 3"
     with pytest.raises(StudyError, match="wrong failed: broken"):
         study._run([Job("endless", [endless]), Job("wrong", [fails])], 2)
     assert (tmp_path / "stopped").exists()

@@ -317,8 +317,9 @@ class Study:
             for child in running.values():
                 child.wait()
         if failed:
-            last = self._log(failed[0]).read_text(errors="replace").strip().splitlines()[-1:]
-            raise StudyError(f"{failed[0]} failed: {' '.join(last)} (all of it: {self._log(failed[0])})")
+            last = "".join(self._log(failed[0]).read_text(errors="replace").strip().splitlines()[-1:])
+            said = last.removeprefix("error: ")
+            raise StudyError(f"{failed[0]} failed: {said} (all of it: {self._log(failed[0])})")
 
     def _log(self, name: str) -> Path:
         return self.out / "logs" / f"{name.replace(' ', '-').replace(',', '')}.log"
