@@ -12,10 +12,10 @@ import yaml
 from safetensors.torch import load_file
 
 from blockdraft.data import Prompt
-from blockdraft.drafters import SHIPPED, CheckpointError, find_drafter, load_drafter
+from blockdraft.drafters import SHIPPED, CheckpointError, DrafterConfig, find_drafter, load_drafter
 from blockdraft.evaluation import Evaluation, EvaluationError, Protocol, Task, load_candidates, read_results
 from blockdraft.evaluation.candidates import ShippedDrafter, shipped_drafters, shipped_record
-from blockdraft.export.shipping import measurement, public_recipe, training_command
+from blockdraft.export.shipping import measurement, public_recipe, training_command, write_shipped_card
 from blockdraft.recipes import Recipe, load_recipe
 from blockdraft.runs import Run
 from blockdraft.targets import fingerprint
@@ -184,6 +184,14 @@ def test_the_training_command_gives_the_recipe(changes):
     for section in set(Recipe.model_fields) - {"runtime", "logging"}:
         assert getattr(again, section) == getattr(recipe, section), section
     assert "where" not in " ".join(words)
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_shipped_cards_are_those_that_the_code_writes(name, tmp_path):
+    folder = Path(SHIPPED[name])
+    config = DrafterConfig.model_validate_json((folder / "config.json").read_text())
+    write_shipped_card(tmp_path, ShippedDrafter.read(folder), config)
+    assert (tmp_path / "README.md").read_text() == (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))

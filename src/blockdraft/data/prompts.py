@@ -45,6 +45,12 @@ class Prompt:
                 _check_text(optional, what)
 
     @property
+    def opening(self) -> list[dict[str, str]]:
+        """Give the system message, if there is one, and the first turn, as `generate` takes them."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": self.turns[0]}]
+
+    @property
     def num_chars(self) -> int:
         """Give the number of characters in all messages, the system message included."""
         return sum(map(len, self.turns)) + len(self.system or "")

@@ -41,7 +41,7 @@ from blockdraft.evaluation.candidates import Candidate
 from blockdraft.evaluation.drafting import converse, trace_answer, training_dynamics
 from blockdraft.evaluation.metrics import Assembly, DecodedPrompt, GenerationRecord, RecordFiles, about_drafter, profile
 from blockdraft.evaluation.prediction import PredictionFile, Predictions, PredictionSettings, Predictor
-from blockdraft.evaluation.protocol import DecodingSetup, EvaluationPlan, ProposalFile, Protocol, TextKind
+from blockdraft.evaluation.protocol import PLAN, DecodingSetup, EvaluationPlan, ProposalFile, Protocol, TextKind
 from blockdraft.evaluation.results import (
     Dynamics,
     EvaluationError,
@@ -103,7 +103,7 @@ class Evaluation:
             print(f"{name}: {reasons.total()} prompts are left out ({said})", file=sys.stderr)
         self.out.mkdir(parents=True, exist_ok=True)
         with exclusive(self.out):
-            self._refuse_another()
+            self._keep_plan()
             return self._stages(started)
 
     def _stages(self, started: str) -> Results:
@@ -142,8 +142,8 @@ class Evaluation:
 
     # What this evaluation is
 
-    def _refuse_another(self) -> None:
-        """Write the plan, or compare it with the one that is there, to which it may add drafters."""
+    def _keep_plan(self) -> None:
+        """Write the plan, which may add drafters to the one that is there; any other difference is refused."""
         protocol = self.protocol
         plan = EvaluationPlan(
             target=fingerprint(self.target), drafters={each.name: each.fingerprint for each in self.candidates},
@@ -152,24 +152,9 @@ class Evaluation:
             draft_temperatures=list(protocol.grid), one_hot=protocol.one_hot,
             num_proposals=protocol.num_proposals, num_decoded=protocol.num_decoded,
         )  # fmt: skip
-        file = self.out / "plan.json"
-        if file.exists():
-            wrong = read_evaluation_file(file, EvaluationPlan).differences(plan)
-            if wrong:
-                raise EvaluationError(
-                    f"{self.out} holds another evaluation: {', '.join(wrong)} differ. Choose another --out; only "
-                    "drafters may be added"
-                )
-            self._refuse_longer_blocks()
-            write_model(plan, file, indent=None)
-            return
-        parts = [name for name in ("texts", "predictions", "records", "results.json") if (self.out / name).exists()]
-        if parts:
-            raise EvaluationError(
-                f"{self.out} has {', '.join(parts)} but no plan.json, so nobody knows what they were made from. "
-                "Choose another --out"
-            )
-        write_model(plan, file, indent=None)
+        plan.refuse_another(self.out)
+        self._refuse_longer_blocks()
+        write_model(plan, self.out / PLAN, indent=None)
 
     def _refuse_longer_blocks(self) -> None:
         """Raise if a drafter that is added proposes so many tokens that the texts would have to be shorter."""
@@ -182,14 +167,8 @@ class Evaluation:
                 )
 
     def _settings(self) -> dict[str, Any]:
-        protocol = self.protocol
-        return {
-            "rules": list(protocol.rules), "temperature": protocol.temperature,
-            "max_new_tokens": protocol.max_new_tokens, "seed": protocol.seed, "num_bootstrap": protocol.num_bootstrap,
-            "draft_temperatures": list(protocol.grid), "one_hot": protocol.one_hot, "batch_size": 1,
-            "num_proposals": protocol.num_proposals, "num_decoded": protocol.num_decoded,
-            "dtype": str(self.target.dtype).split(".")[-1], "device": self.target.device.type,
-        }  # fmt: skip
+        dtype, device = str(self.target.dtype).split(".")[-1], self.target.device.type
+        return self.protocol.settings() | {"batch_size": 1, "dtype": dtype, "device": device}
 
     def _about(self, task: Task) -> TaskAbout:
         decoded = len(self.protocol.decoded(task.prompts))
@@ -300,7 +279,7 @@ class Evaluation:
         if self.distributed.is_main and missing:
             rule = protocol.rules[-1]
             sampled = None if rule == "greedy" else protocol.temperature
-            prompts = [prompt_of(task.prompts[0]) for task in self.tasks]
+            prompts = [task.prompts[0].opening for task in self.tasks]
             for number, each in enumerate(missing):
                 self.on_progress("cost of rounds", number, len(missing), 0)
                 lengths = Predictions(self._prediction_files(each), protocol).lengths_by_proposals(self.tasks)[rule]
@@ -401,12 +380,6 @@ class Evaluation:
 def _with_unique_ids(task: Task) -> Task:
     """Put the task's name before the ids, which are unique within a task only."""
     return replace(task, prompts=[replace(prompt, id=f"{task.name}/{prompt.id}") for prompt in task.prompts])
-
-
-def prompt_of(prompt: Prompt) -> list[dict[str, str]]:
-    """Return a prompt's system message, if it has one, and its first turn, as `generate` takes them."""
-    system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    return [*system, {"role": "user", "content": prompt.turns[0]}]
 
 
 def _now() -> str:

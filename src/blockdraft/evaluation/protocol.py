@@ -3,13 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from blockdraft.data import Prompt
 from blockdraft.decoding import ProposalChoice
-from blockdraft.evaluation.results import EvaluationError, Strict, TemperatureChoice
+from blockdraft.evaluation.results import EvaluationError, Strict, TemperatureChoice, read_evaluation_file
 from blockdraft.verification import RULES, Rule
 
+PLAN = "plan.json"
 AUTOREGRESSIVE = "autoregressive"
 """What decoding without a drafter is called."""
 
@@ -106,6 +108,14 @@ class Protocol:
         num = min(self.num_decoded or len(prompts), len(prompts))
         return [prompts[number * len(prompts) // num] for number in range(num)]
 
+    def settings(self) -> dict[str, Any]:
+        """Return what results say of the protocol."""
+        return {
+            "rules": list(self.rules), "temperature": self.temperature, "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed, "num_bootstrap": self.num_bootstrap, "draft_temperatures": list(self.grid),
+            "one_hot": self.one_hot, "num_proposals": self.num_proposals, "num_decoded": self.num_decoded,
+        }  # fmt: skip
+
     # Texts of the target
 
     def texts_of(self, rule: Rule) -> TextKind:
@@ -184,6 +194,24 @@ class EvaluationPlan(Strict):
         """Return the names of the fields that differ; drafters that the other plan adds are no difference."""
         mine = self.model_copy(update={"drafters": other.drafters | self.drafters})
         return [name for name in type(self).model_fields if getattr(mine, name) != getattr(other, name)]
+
+    def refuse_another(self, folder: Path) -> None:
+        """Raise if a folder holds another evaluation, or parts of one without a plan."""
+        file = folder / PLAN
+        if file.exists():
+            wrong = read_evaluation_file(file, EvaluationPlan).differences(self)
+            if wrong:
+                raise EvaluationError(
+                    f"{folder} holds another evaluation: {', '.join(wrong)} differ. Choose another --out; only "
+                    "drafters may be added"
+                )
+            return
+        parts = [name for name in ("texts", "predictions", "records", "results.json") if (folder / name).exists()]
+        if parts:
+            raise EvaluationError(
+                f"{folder} has {', '.join(parts)} but no {PLAN}, so nobody knows what they were made from. "
+                "Choose another --out"
+            )
 
 
 class ProposalFile(Strict):

@@ -45,6 +45,11 @@ class Interval(Strict):
         """Give the interval; None if it has no width, since a single prompt of each task says nothing about spread."""
         return (self.low, self.high) if self.low < self.high else None
 
+    def shown(self, unit: str = "") -> str:
+        """Return the value with its interval, if it has one: ``4.95 [4.80, 5.10]``."""
+        interval = f" [{self.low:.2f}, {self.high:.2f}]" if self.bounds else ""
+        return f"{self.value:.2f}{unit}{interval}"
+
 
 class TaskAbout(Strict):
     """Says which prompts a task had.

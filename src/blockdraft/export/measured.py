@@ -99,11 +99,8 @@ def record_in_words(record: ShippedDrafter) -> str:
     rows = ["| rule | draft temperature | predicted tokens per call | measured | speed-up |", "|" + " -- |" * 5]
     for each in found.lengths:
         temperature = "argmax" if each.draft_temperature == 0 else f"{each.draft_temperature:g} ({each.choice})"
-        lengths = [
-            f"{i.value:.2f}" + (f" [{i.low:.2f}, {i.high:.2f}]" if i.bounds else "")
-            for i in (each.predicted_length, each.acceptance_length)
-        ]
-        rows.append(f"| {each.rule} | {temperature} | {lengths[0]} | {lengths[1]} | {each.speedup.value:.2f} |")
+        lengths = f"{each.predicted_length.shown()} | {each.acceptance_length.shown()}"
+        rows.append(f"| {each.rule} | {temperature} | {lengths} | {each.speedup.value:.2f} |")
     return (
         f"With {whose}, at the target's temperature {found.temperature:g}, up to {found.max_new_tokens} tokens an "
         f"answer; means over {tasks}, with 95% intervals over prompts. The speed-up is that of the machine that "

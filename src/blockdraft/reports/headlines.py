@@ -114,7 +114,7 @@ class Headline:
     @property
     def sentences(self) -> list[str]:
         """Give the findings in words."""
-        shown = [_with(found.new, found.unit) for found in self.findings]
+        shown = [found.new.shown(found.unit) for found in self.findings]
         said = [
             f"Predicted from the target's own texts, {self.new} yields {shown[0]} tokens per verification call",
             f"Measured in decoding, {self.new} yields {shown[1]}",
@@ -122,7 +122,7 @@ class Headline:
         ]
         for number, (joint, found) in enumerate(zip((" and", " and", ", with"), self.findings, strict=True)):
             if found.old is not None:
-                said[number] += f"{joint} {self.old} {_with(found.old, found.unit)}: {found.gain}"
+                said[number] += f"{joint} {self.old} {found.old.shown(found.unit)}: {found.gain}"
         return [*(f"{sentence}." for sentence in said), *([self.note] if self.note else [])]
 
     def __str__(self) -> str:
@@ -205,8 +205,3 @@ def _best(group: Averages) -> tuple[Entry, Average]:
     exact = [m for m in group if m[0].about.label == "BV"]
     variants = [m for m in group if m[0].about.label.startswith("BV")]
     return max(exact or variants or group, key=lambda m: m[1].predicted_length.value)
-
-
-def _with(estimate: Interval, unit: str = "") -> str:
-    shown = f"{estimate.value:.2f}{unit}"
-    return shown if estimate.bounds is None else f"{shown} [{estimate.low:.2f}, {estimate.high:.2f}]"

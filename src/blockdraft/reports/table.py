@@ -175,10 +175,7 @@ def times(estimate: Interval) -> CellValue:
 
 def with_interval(estimate: Interval) -> CellValue:
     """Show tokens and the 95% interval: 4.95 [4.80, 5.10]."""
-    shown = f"{estimate.value:.2f}"
-    if estimate.bounds is not None:
-        shown += f" [{estimate.low:.2f}, {estimate.high:.2f}]"
-    return CellValue(shown, estimate.value, estimate.bounds)
+    return CellValue(estimate.shown(), estimate.value, estimate.bounds)
 
 
 def plain(number: float | int | str | None, form: str = "{}") -> CellValue:

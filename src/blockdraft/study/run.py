@@ -71,7 +71,7 @@ class Study:
         on_progress: OnProgress | None = None,
     ) -> None:
         self.recipe, self.out, self.num_jobs = recipe, Path(out), num_jobs
-        self.gpus, self.device = list(gpus), [] if device is None else ["--device", device]
+        self.gpus, self._device_options = list(gpus), [] if device is None else ["--device", device]
         self.on_progress = on_progress or (lambda _stage, _done, _of, _tokens: None)
 
     # What there is to do
@@ -107,7 +107,7 @@ class Study:
         """Return the options that load a target, in the precision that its first cell trains for."""
         section = next(cell for cell in self.recipe.cells if cell.target == target).recipe.target
         dtype = [] if section.dtype is None else ["--dtype", section.dtype]
-        return ["--target", section.name, *dtype, *self.device]
+        return ["--target", section.name, *dtype, *self._device_options]
 
     def cache_folder(self, cell: StudyCell) -> Path:
         """Return the folder of the cached features that a cell reads: its own choice, or named by what decides them."""
@@ -123,7 +123,8 @@ class Study:
     def training_job(self, cell: StudyCell) -> Job:
         """Return the command that trains one cell."""
         fields = cell.assignments(self.data_folder(cell.target), self.cache_folder(cell))
-        return Job(cell.name, ["train", cell.recipe_name, *fields, *self.device, "--out", str(self.run_folder(cell))])
+        out = ["--out", str(self.run_folder(cell))]
+        return Job(cell.name, ["train", cell.recipe_name, *fields, *self._device_options, *out])
 
     def evaluation_job(self, target: str, seed: int) -> Job:
         """Return the command that evaluates all drafters of one target and seed."""
