@@ -90,7 +90,7 @@ def test_whether_it_is_complete_follows_from_the_shards(tmp_path):
         ("identity/sampler", "x", "identity.sampler: Extra inputs are not permitted"),
         ("identity/engine", {}, "identity.engine.name: Field required"),
         ("about/target", None, "about.target: Field required"),
-        ("num_shards", 3, "20 prompts in shards of 16 make 2 shards, not 3"),
+        ("num_shards", 3, "20 conversations in shards of 16 make 2 shards, not 3"),
         ("shards", [], "shards: Input should be a valid dictionary"),
         ("shards/shard-00000.parquet/rows", 15, "finish reasons of shard-00000.parquet are not those of 15 rows"),
         ("shards/shard-00000.parquet/rows", -16, "greater than or equal to 0"),

@@ -180,6 +180,69 @@ def test_a_folder_of_an_unexact_engine_grows_as_well(tmp_path):
     assert rows(tmp_path / "grown") == rows(tmp_path / "whole")
 
 
+def test_every_prompt_is_answered_several_times_by_draws_of_its_own(tmp_path):
+    make(tmp_path / "once")
+    manifest = make(tmp_path / "thrice", num_responses=3)
+    once, thrice = rows(tmp_path / "once"), rows(tmp_path / "thrice")
+    assert manifest.complete
+    assert manifest.num_shards == -(-3 * len(PROMPTS) // 5)
+    conversations = list(dict.fromkeys(row["id"].split("#")[0] for row in thrice))
+    assert conversations == [f"p{i}{again}" for again in ("", "@1", "@2") for i in range(len(PROMPTS))]
+    assert [row["id"] for row in thrice[: len(once)]] == [row["id"] for row in once]
+    first = {row["id"]: row for row in thrice if row["id"].endswith("#0")}
+    for prompt in PROMPTS:
+        same = [first[f"{prompt.id}{again}#0"] for again in ("", "@1", "@2")]
+        assert len({tuple(row["prompt_ids"]) for row in same}) == 1
+    different = [
+        first[f"{prompt.id}#0"]["response_ids"] != first[f"{prompt.id}@1#0"]["response_ids"] for prompt in PROMPTS
+    ]
+    assert sum(different) > len(PROMPTS) // 2
+
+
+@pytest.mark.parametrize("interrupted", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_folder_grows_by_more_responses_to_the_rows_that_all_of_them_give(tmp_path, interrupted):
+    make(tmp_path / "whole", num_responses=2)
+    make(tmp_path / "grown")
+    if interrupted:
+        target = tiny_target()
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "grown", target, engine=Halting(target, 4, after=9), num_responses=2)
+    make(tmp_path / "grown", num_responses=2)
+    assert rows(tmp_path / "grown") == rows(tmp_path / "whole")
+    with pytest.raises(DataError, match="num_responses 2 there, 1 here"):
+        make(tmp_path / "grown")
+    with pytest.raises(DataError, match="num_prompts 23 there, 22 here"):
+        make(tmp_path / "grown", prompts=PROMPTS[:-1], num_responses=3)
+
+
+def test_several_answers_to_one_prompt_are_held_out_together(tmp_path):
+    make(tmp_path, num_responses=4)
+    ids = [row["id"].split("#")[0].split("@")[0] for row in rows(tmp_path)]
+    texts = open_dataset(tmp_path)
+    for seed in range(5):
+        training, heldout = texts.split(10, seed)
+        parts = [{ids[row] for row in part.whole[1]} for part in (training, heldout)]
+        assert not parts[0] & parts[1]
+        assert parts[0] | parts[1] == set(ids)
+        assert 10 <= len(heldout) <= 10 + 4 * 2
+        assert len(training) + len(heldout) == len(texts)
+        again, more = training.split(8, seed)
+        assert not {ids[row] for row in again.whole[1]} & {ids[row] for row in more.whole[1]}
+    assert len(texts.split(0)[1]) == 0
+    with pytest.raises(DataError, match=f"cannot hold out {len(texts) - 1} of .* they answer 23 prompts"):
+        texts.split(len(texts) - 1)
+
+
+def test_an_id_that_could_be_a_further_responses_is_refused(tmp_path):
+    named = [Prompt("a@1", ("w5",)), Prompt("b", ("w6",))]
+    with pytest.raises(DataError, match="'a@1' ends like that of a further response"):
+        make(tmp_path, prompts=named, num_responses=2)
+    assert not list(tmp_path.iterdir())
+    assert make(tmp_path, prompts=named).complete
+    with pytest.raises(DataError, match="num_responses must be at least 1, got 0"):
+        make(tmp_path, num_responses=0)
+
+
 def test_a_folder_of_other_prompts_does_not_grow(tmp_path):
     make(tmp_path, prompts=PROMPTS[1:12])
     before = rows(tmp_path), read_manifest(tmp_path)

@@ -129,6 +129,9 @@ def regenerate(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Answer only the first N prompts.")] = None,
+    num_responses: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How often to answer each prompt, every time with draws of its own.")
+    ] = 1,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop each answer after N tokens.")] = 2048,
     max_length: Annotated[
         int | None,
@@ -204,9 +207,12 @@ def regenerate(
         def count(conversations: int, num_tokens: int, new: bool) -> None:
             nonlocal done
             done += conversations
-            stages.show(f"{target}, {engine}", done, len(chosen), num_tokens if new else 0, fresh=new)
+            stages.show(f"{target}, {engine}", done, len(chosen) * num_responses, num_tokens if new else 0, fresh=new)
 
-        manifest = run(chosen, loaded, settings, out, engine=sampler, shard_size=shard_size, on_progress=count)
+        manifest = run(
+            chosen, loaded, settings, out, engine=sampler, num_responses=num_responses, shard_size=shard_size,
+            on_progress=count,
+        )  # fmt: skip
     _show_counts(out, manifest.totals.model_dump(), as_json=as_json)
 
 

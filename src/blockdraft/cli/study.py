@@ -123,7 +123,8 @@ def _show_plan(study: "Study", assumed: "StudyHardware") -> None:
         table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=True)
     total = 0.0
     for cell in study.recipe.cells:
-        num_texts, length = study.recipe.targets[cell.target].num_prompts, assumed.tokens_per_text
+        target = study.recipe.targets[cell.target]
+        num_texts, length = target.num_prompts * target.num_responses, assumed.tokens_per_text
         folder = study.data_folder(cell.target)
         if os.path.lexists(folder / MANIFEST):  # otherwise it is not made yet, and will be what the study asks for
             counts = read_manifest(folder).totals

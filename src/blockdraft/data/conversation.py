@@ -6,6 +6,7 @@ a turn is asked only if its rendered prompt leaves room for a response within ``
 
 import hashlib
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -62,7 +63,8 @@ class GenerationSettings:
 class Completion:
     """Holds one assistant turn: a response sampled from the target, and what it responds to.
 
-    id: the conversation's id and the number of the turn, as in ``name#0``.
+    id: the conversation's id and the number of the turn, as in ``name#0``; in the second response to a prompt
+        ``name@1#0``.
     prompt_ids: all tokens before the response, as the target read them.
     response_ids: the sampled tokens, an end token included.
     finish_reason: ``"stop"`` if the last token is an end token, ``"length"`` if the budget cut the response off.
@@ -72,6 +74,16 @@ class Completion:
     prompt_ids: list[int]
     response_ids: list[int]
     finish_reason: FinishReason
+
+
+def response_id(prompt: str, number: int) -> str:
+    """Return the id of the conversation that answers a prompt once more, counted from 1."""
+    return f"{prompt}@{number}"
+
+
+def prompt_of(completion: str) -> str:
+    """Return the id of the prompt that a completion answers, from the completion's own."""
+    return re.sub(r"(@\d+)?#\d+$", "", completion)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Identity(_Strict):
 
     target, template: fingerprints of the target's weights and of its chat template.
     prompts: a digest of all prompts.
+    num_responses: how often every prompt was answered.
     engine: the engine, with what changes its tokens.
     """
 
@@ -65,6 +66,7 @@ class Identity(_Strict):
     template: Digest | None
     prompts: Digest
     num_prompts: PositiveInt
+    num_responses: PositiveInt = 1
     shard_size: PositiveInt
     engine: EngineRecord
     temperature: float = Field(ge=0, allow_inf_nan=False)
@@ -83,11 +85,17 @@ class Identity(_Strict):
     @property
     def num_shards(self) -> int:
         """Give the number of shards of the complete folder."""
-        return -(-self.num_prompts // self.shard_size)
+        return -(-self.num_conversations // self.shard_size)
+
+    @property
+    def num_conversations(self) -> int:
+        """Give the number of conversations of the complete folder: one for every response to a prompt."""
+        return self.num_prompts * self.num_responses
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; ``whole_turns`` is left out where it is false, as earlier versions did."""
-        return self.model_dump(exclude=None if self.whole_turns else {"whole_turns"})
+        """Return plain values; fields that earlier versions did not have are left out where they say nothing new."""
+        newer = {"whole_turns": False, "num_responses": 1}
+        return self.model_dump(exclude={name for name, default in newer.items() if getattr(self, name) == default})
 
 
 class DataProvenance(_Strict):
@@ -149,7 +157,7 @@ class Manifest(_Strict):
     def _refuse_the_impossible(self) -> Self:
         if self.num_shards != self.identity.num_shards:
             raise ValueError(
-                f"{self.identity.num_prompts} prompts in shards of {self.identity.shard_size} make "
+                f"{self.identity.num_conversations} conversations in shards of {self.identity.shard_size} make "
                 f"{self.identity.num_shards} shards, not {self.num_shards}"
             )
         names = {shard_name(shard) for shard in range(self.num_shards)}

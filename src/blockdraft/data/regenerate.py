@@ -6,7 +6,7 @@ import platform
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ import transformers
 from pydantic import TypeAdapter
 
 import blockdraft
-from blockdraft.data.conversation import Completion, Conversation, GenerationSettings
+from blockdraft.data.conversation import Completion, Conversation, GenerationSettings, prompt_of, response_id
 from blockdraft.data.engine import Engine, LocalEngine
 from blockdraft.data.manifest import (
     MANIFEST,
@@ -54,12 +54,14 @@ def regenerate(
     folder: str | Path,
     *,
     engine: Engine | None = None,
+    num_responses: int = 1,
     shard_size: int = 512,
     on_progress: Progress | None = None,
 ) -> Manifest:
     """Write the target's own responses to all prompts into a folder, or resume where an earlier run stopped.
 
-    A folder grows: given more prompts, beginning with those that it was made of, only the new ones are answered.
+    A folder grows: given more prompts, beginning with those that it was made of, only the new ones are answered;
+    asked for more responses to the same prompts, only the further ones are sampled.
 
     Args:
         prompts: the conversations; the rows are in their order.
@@ -67,6 +69,7 @@ def regenerate(
         settings: the distribution to sample from, and the limits.
         folder: a new or an unfinished data folder, or one to add to.
         engine: what does the sampling: the target itself if not given, or a server that serves it.
+        num_responses: how often to answer every prompt, each time with draws of its own.
         shard_size: the number of conversations per shard.
         on_progress: called with whatever was just finished.
 
@@ -80,21 +83,24 @@ def regenerate(
     folder = Path(folder)
     if not prompts:
         raise DataError("there are no prompts to answer")
-    if shard_size < 1:
-        raise DataError(f"shard_size must be at least 1, got {shard_size}")
+    for name, value in (("shard_size", shard_size), ("num_responses", num_responses)):
+        if value < 1:
+            raise DataError(f"{name} must be at least 1, got {value}")
+    asked = repeat_prompts(prompts, num_responses)
     limit = target.context_length
     if limit is not None and settings.max_length > limit:
         raise DataError(
             f"{target.name} reads texts of up to {limit} tokens, and max_length is {settings.max_length}; lower it"
         )
     engine = engine or LocalEngine(target)
-    if not _is_complete(folder, len(prompts)):
+    if not _is_complete(folder, len(asked)):
         engine.prepare(target, settings.sampling)  # before anything is written
     identity = Identity(
         target=fingerprint(target),
         template=template_fingerprint(target),
         prompts=_digest(prompts),
         num_prompts=len(prompts),
+        num_responses=num_responses,
         shard_size=shard_size,
         engine=EngineRecord(name=engine.name, **(engine.describe() if engine.repeatable else {})),
         **settings.to_dict(),
@@ -109,7 +115,7 @@ def regenerate(
     )
     with writing(folder):
         _grow(folder, prompts, identity)
-        run = _Run(prompts, target, settings, Store(folder, identity, about), on_progress or _ignore)
+        run = _Run(asked, target, settings, Store(folder, identity, about), on_progress or _ignore)
         run.complete(engine)
         return run.store.manifest
 
@@ -240,8 +246,8 @@ class Journal:
         with self.path.open("ab") as file:
             file.write(self._lines.dump_json(finished) + b"\n")
 
-    def read(self, num_prompts: int, vocab_size: int) -> Iterator[Finished]:
-        """Yield the conversations of this many prompts whose tokens are all in the vocabulary."""
+    def read(self, num_conversations: int, vocab_size: int) -> Iterator[Finished]:
+        """Yield the finished ones of this many conversations whose tokens are all in the vocabulary."""
         if not self.path.exists():
             return
         bad = []
@@ -252,7 +258,7 @@ class Journal:
                 bad.append(str(number))
                 continue
             tokens = (token for row in finished.rows for token in (*row.prompt_ids, *row.response_ids))
-            if 0 <= finished.index < num_prompts and all(0 <= token < vocab_size for token in tokens):
+            if 0 <= finished.index < num_conversations and all(0 <= token < vocab_size for token in tokens):
                 yield finished
             else:
                 bad.append(str(number))
@@ -266,31 +272,49 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def _is_complete(folder: Path, num_prompts: int) -> bool:
+def _is_complete(folder: Path, num_conversations: int) -> bool:
     if not (folder / MANIFEST).exists():
         return False
     manifest = read_manifest(folder)
-    return manifest.complete and manifest.identity.num_prompts >= num_prompts
+    return manifest.complete and manifest.identity.num_conversations >= num_conversations
 
 
 def _grow(folder: Path, prompts: Sequence[Prompt], identity: Identity) -> None:
-    """Make room for more prompts in a folder, if they begin with those that it was made of and all else is the same.
+    """Make room for more conversations in a folder, if they begin with its own and all else is the same.
 
-    A last shard that was not full is made again. Anything else is left as it is, for `Store` to resume or to refuse.
+    These are more prompts, each answered once, or more responses to the same prompts. A last shard that was not full
+    is made again. Anything else is left as it is, for `Store` to resume or to refuse.
     """
     if not (folder / MANIFEST).exists():
         return
     manifest = read_manifest(folder)
     before = manifest.identity
-    is_same = before.to_dict() | {"prompts": identity.prompts, "num_prompts": len(prompts)} == identity.to_dict()
-    if not is_same or before.num_prompts >= len(prompts) or _digest(prompts[: before.num_prompts]) != before.prompts:
+    changed = {"prompts": identity.prompts, "num_prompts": len(prompts), "num_responses": identity.num_responses}
+    is_same = before.model_copy(update=changed) == identity
+    begins = before.num_prompts == len(prompts) or (before.num_responses == identity.num_responses == 1)
+    if not (is_same and begins) or before.num_conversations >= identity.num_conversations:
         return
-    num_full = before.num_prompts // before.shard_size
+    if _digest(prompts[: before.num_prompts]) != before.prompts:
+        return
+    num_full = before.num_conversations // before.shard_size
     shards = {name: shard for name, shard in manifest.shards.items() if name in map(shard_name, range(num_full))}
     write_manifest(
         folder,
         manifest.model_copy(update={"identity": identity, "num_shards": identity.num_shards, "shards": shards}),
     )
+
+
+def repeat_prompts(prompts: Sequence[Prompt], num_responses: int) -> list[Prompt]:
+    """Return every prompt this many times: all of them, then all again under ids that tell the responses apart."""
+    if num_responses == 1:
+        return list(prompts)
+    taken = next((prompt.id for prompt in prompts if prompt_of(f"{prompt.id}#0") != prompt.id), None)
+    if taken is not None:
+        raise DataError(f"the id {taken!r} ends like that of a further response; rename it, or ask for one response")
+    again = [
+        replace(prompt, id=response_id(prompt.id, number)) for number in range(1, num_responses) for prompt in prompts
+    ]
+    return [*prompts, *again]
 
 
 def _ignore(_conversations: int, _tokens: int, _new: bool) -> None:

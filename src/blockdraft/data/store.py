@@ -6,7 +6,7 @@ way, lists it with its checksum. What the manifest does not list does not exist.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from blockdraft.data.conversation import Completion
+from blockdraft.data.conversation import Completion, prompt_of
 from blockdraft.data.manifest import (
     MANIFEST,
     DataError,
@@ -64,7 +64,7 @@ class Store:
         self.folder = folder
         if (folder / MANIFEST).exists():
             self.manifest = read_manifest(folder)
-            refuse_other_identity(folder, self.manifest.identity.to_dict(), identity.to_dict())
+            refuse_other_identity(folder, self.manifest.identity.model_dump(), identity.model_dump())
             check_shards(folder, self.manifest)
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,6 +131,7 @@ class TextDataset:
     identity: a hash of the rows.
     manifest: the manifest of the data folder; None for rows that were made in memory.
     source: the dataset that these texts were taken from, and ``[R]`` their rows in it; None for a whole one.
+    prompts: ``[R]`` the number of the prompt that each text answers; None if no prompt was answered twice.
     """
 
     tokens: NDArray[np.int32]
@@ -139,6 +140,7 @@ class TextDataset:
     identity: str
     manifest: Manifest | None = None
     source: "tuple[TextDataset, NDArray[np.int64]] | None" = None
+    prompts: NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Completion]) -> "TextDataset":
@@ -169,11 +171,24 @@ class TextDataset:
         return self.lengths - self.prompt_lengths
 
     def split(self, num_heldout: int, seed: int = 0) -> tuple["TextDataset", "TextDataset"]:
-        """Return the texts to train on and the held-out ones, chosen by the seed, both in their order."""
+        """Return the texts to train on and the held-out ones, chosen by the seed, both in their order.
+
+        Where prompts were answered several times, whole prompts are held out, as many as have this many texts or
+        just more: the other answers to a held-out prompt would give its text away.
+        """
         if not 0 <= num_heldout < len(self):
             raise DataError(f"cannot hold out {num_heldout} of {len(self)} texts")
-        chosen = np.random.default_rng([seed, HELDOUT]).permutation(len(self))
-        return self._take(np.sort(chosen[num_heldout:])), self._take(np.sort(chosen[:num_heldout]))
+        draws = np.random.default_rng([seed, HELDOUT])
+        if self.prompts is None:
+            chosen = draws.permutation(len(self))
+            return self._take(np.sort(chosen[num_heldout:])), self._take(np.sort(chosen[:num_heldout]))
+        counts = np.bincount(self.prompts)
+        order = draws.permutation(len(counts))
+        num_prompts = int(np.searchsorted(np.cumsum(counts[order]), num_heldout)) + 1 if num_heldout else 0
+        if num_prompts >= len(counts):
+            raise DataError(f"cannot hold out {num_heldout} of {len(self)} texts: they answer {len(counts)} prompts")
+        is_held = np.isin(self.prompts, order[:num_prompts])
+        return self._take(np.flatnonzero(~is_held)), self._take(np.flatnonzero(is_held))
 
     def _take(self, indices: NDArray[np.int64]) -> "TextDataset":
         parts = [self[int(index)] for index in indices]
@@ -181,8 +196,9 @@ class TextDataset:
         starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
         identity = hashlib.sha256(f"{self.identity}/{indices.tolist()}".encode()).hexdigest()[:16]
         whole, rows = self.whole
+        prompts = None if self.prompts is None else _numbered(self.prompts[indices].tolist())
         return TextDataset(
-            tokens, starts, self.prompt_lengths[indices], identity, self.manifest, source=(whole, rows[indices])
+            tokens, starts, self.prompt_lengths[indices], identity, self.manifest, (whole, rows[indices]), prompts
         )
 
     @property
@@ -210,8 +226,10 @@ def open_dataset(folder: str | Path, target: Target | None = None, *, partial: b
         manifest.refuse_other_target(folder, target)
     check_shards(folder, manifest)
     prompts, responses = [], []
+    ids: list[str] = []
     for name in manifest.shards:
         table = _read_shard(folder, name, manifest)
+        ids += table.column("id").to_pylist() if manifest.identity.num_responses > 1 else []
         prompts += [column.values.to_numpy() for column in _pieces(table, "prompt_ids")]
         responses += [column.values.to_numpy() for column in _pieces(table, "response_ids")]
     tokens = [part for pair in zip(prompts, responses, strict=True) for part in pair]
@@ -225,6 +243,7 @@ def open_dataset(folder: str | Path, target: Target | None = None, *, partial: b
         np.array([len(prompt) for prompt in prompts], dtype=np.int64),
         digest.hexdigest()[:16],
         manifest,
+        prompts=_numbered(map(prompt_of, ids)) if ids else None,
     )
 
 
@@ -270,6 +289,12 @@ def _wrong_tokens(table: Any, max_length: int) -> str | None:
         if tokens.null_count or pc.min(tokens).as_py() < 0:
             return "token ids are missing or negative"
     return None
+
+
+def _numbered(names: Iterable[str | int]) -> NDArray[np.int64]:
+    """Return a number for each name, equal for equal names, in the order of their first appearance."""
+    numbers: dict[str | int, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
 
 
 def _pieces(table: Any, column: str) -> Any:

@@ -100,6 +100,7 @@ class Study:
                 jobs.append(Job(f"prompts for {name}", ["data", "prompts", "--from", target.prompts, *chosen]))
             limits = ["--max-new-tokens", str(target.max_new_tokens), "--max-length", str(target.max_length)]
             folders = ["--prompts", str(prompts), "--out", str(self.data_folder(name))]
+            limits += ["--num-responses", str(target.num_responses)] if target.num_responses > 1 else []
             jobs.append(Job(f"data for {name}", ["data", "regenerate", *self._model(name), *folders, *limits]))
         return jobs
 
