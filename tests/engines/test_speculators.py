@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockdraft.drafters import Anchors, DrafterConfig, SlotLayout, build_drafter, load_drafter
+from blockdraft.drafters.formats import frozen_names
 from blockdraft.export import export_drafter, export_target
 from blockdraft.losses import objective
 from blockdraft.targets import load_target
@@ -17,8 +18,7 @@ from blockdraft.training.initialization import initialise
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-speculators" / "bin" / "python"
-COPIES = {"embed_tokens.weight", "lm_head.weight"}
-VERIFIERS = COPIES | {"verifier_lm_head.weight", "verifier_norm.weight"}
+VERIFIERS = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 FORWARD = Path(__file__).with_name("speculators_forward.py")
 
 
@@ -34,6 +34,8 @@ def new_drafter(kind, target, **changes):
     if kind == "dspark":
         options["markov_rank"] = 16
     drafter = build_drafter(DrafterConfig.for_target(kind, target, **options))
+    if drafter.draft_ids is not None:
+        drafter.draft_ids = torch.randperm(target.vocab_size)[: len(drafter.draft_ids)].sort().values
     initialise(drafter, std=0.1)
     if kind == "dspark":
         torch.nn.init.normal_(drafter.markov_head.markov_w2.weight, std=0.3)
@@ -42,7 +44,7 @@ def new_drafter(kind, target, **changes):
 
 @torch.no_grad()
 def inputs(drafter, target, text):
-    """What speculators' forward takes, and our logits ``[A, B, V]`` of the same blocks."""
+    """What speculators' forward takes, and our logits ``[A, B, V]`` of the same blocks, or ``[A, B, Vd]``."""
     config = drafter.config
     tokens = torch.tensor([target.render([{"role": "user", "content": text}])])
     seen = {}
@@ -54,14 +56,22 @@ def inputs(drafter, target, text):
     path = tokens[0, position[:, None] + torch.arange(config.num_proposals)]
     hidden = drafter(features, path[:, 0], Anchors.of(torch.zeros_like(position), position), target)
     logits = target.logits(hidden)
+    logits = logits if drafter.draft_ids is None else logits[..., drafter.draft_ids]
     markov = drafter.markov(hidden, path)
     return given, logits if markov is None else logits + markov[0] @ markov[1].T
 
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("dflash", {}), ("dspark", {}), ("dspark", {"confidence_head": True}), ("dspark", {"slot_layout": "fill_in"})],
-    ids=["dflash", "dspark", "dspark with confidence", "dspark fill-in"],
+    [
+        ("dflash", {}),
+        ("dspark", {}),
+        ("dspark", {"confidence_head": True}),
+        ("dspark", {"slot_layout": "fill_in"}),
+        ("dflash", {"draft_vocab_size": 300}),
+        ("dspark", {"draft_vocab_size": 300}),
+    ],
+    ids=["dflash", "dspark", "dspark with confidence", "dspark fill-in", "dflash reduced", "dspark reduced"],
 )
 def test_its_forward_gives_our_logits(pocket, tmp_path, kind, changes):
     target, verifier = pocket
@@ -74,7 +84,7 @@ def test_its_forward_gives_our_logits(pocket, tmp_path, kind, changes):
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert all(report[fault] == [] for fault in ("missing", "unexpected", "mismatched", "nan")), report
-    assert set(report["not_stored"]) == VERIFIERS - (COPIES if kind == "dspark" else set())
+    assert set(report["not_stored"]) == VERIFIERS - set(frozen_names(drafter.config))
     logits = load_file(tmp_path / "outputs")["logits"]
     if drafter.config.slot_layout is SlotLayout.FILL_IN:
         logits = logits[:, 1:]

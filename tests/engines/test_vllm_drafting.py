@@ -21,19 +21,23 @@ from vllm_cpu import QUESTIONS, run_vllm
 NUM_TOKENS = 48
 
 
-def test_text_is_the_targets_and_the_acceptance_length_is_ours(tmp_path):
+@pytest.mark.parametrize("draft_vocab_size", [None, 4096], ids=["whole vocabulary", "reduced vocabulary"])
+def test_text_is_the_targets_and_the_acceptance_length_is_ours(tmp_path, draft_vocab_size):
     target = load_target("smollm2")
     given = os.environ.get("BLOCKDRAFT_DRAFTER")
+    if given and draft_vocab_size is not None:
+        pytest.skip("the drafter that was given has the vocabulary that it has")
     heldout = [prompt.turns[0] for task in load_tasks(["pocket"], num_prompts=8) for prompt in task.prompts]
     questions = heldout if given else QUESTIONS
     prompts = [target.render([{"role": "user", "content": question}]) for question in questions]
     if given:
         drafter = load_drafter(given, target)
     else:
-        shape = {"num_layers": 1, "num_proposals": 4, "num_features": 2}
+        shape = {"num_layers": 1, "num_proposals": 4, "num_features": 2, "draft_vocab_size": draft_vocab_size}
         drafter = overfit_drafter(target, prompts[:6], num_tokens=NUM_TOKENS, num_steps=500, **shape)
     export_target(target, tmp_path / "target")
-    export_drafter(drafter, target, tmp_path / "drafter", "flat")
+    is_reduced = drafter.draft_ids is not None  # which only speculators' format can say
+    export_drafter(drafter, target, tmp_path / "drafter", "speculators" if is_reduced else "flat")
     settings = vllm_config(drafter.config, str(tmp_path / "drafter"))
     plain, fast = (
         run_vllm(tmp_path, tmp_path / "target", each, prompts, temperature=0.0, max_tokens=NUM_TOKENS)
@@ -47,6 +51,7 @@ def test_text_is_the_targets_and_the_acceptance_length_is_ours(tmp_path):
     there = 1 + fast["accepted_tokens"] / fast["drafts"]
     num_tokens = sum(map(len, fast["tokens"]))
     print(f"\n{len(prompts)} greedy texts, {num_tokens} tokens: {given or 'a drafter overfitted for this test'}")
+    print(f"  {drafter.config.num_draft_tokens:,} draft tokens of {target.vocab_size:,}")
     print(f"  the same in vLLM with and without it, and here: {fast['tokens'] == plain['tokens']}")
     print(f"  mean acceptance length {there:.3f} in vLLM ({fast['drafts']} rounds), {here:.3f} here ({num_rounds})")
     assert fast["tokens"] == plain["tokens"] == [out.tokens for out in ours]
