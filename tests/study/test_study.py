@@ -13,7 +13,6 @@ from blockdraft.recipes import RecipeError
 from blockdraft.study import Study, StudyError, load_study, shipped_studies
 from blockdraft.study import run as run_module
 from blockdraft.study.run import Job
-from blockdraft.study.summary import Spread
 
 from commands import blockdraft
 
@@ -103,17 +102,6 @@ def test_the_plan_assumes_what_the_study_says_unless_told_otherwise():
     fast, text = hours("pocket-short", "--tflops", "0.2", "--efficiency", "0.8")
     assert "on 1 device each, at 80% of 0.2 TFLOP/s" in text
     assert 0 < fast == pytest.approx(slow / 4, abs=0.06)
-
-
-def test_a_spread_over_seeds_is_students():
-    three = Spread((1.0, 2.0, 3.0))
-    assert (three.mean, three.deviation) == (2.0, 1.0)
-    low, high = three.interval
-    assert (low, high) == (pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
-    assert three.shown().text == "2.00 ± 1.00"
-    alone = Spread((1.5,))
-    assert alone.interval is None
-    assert alone.shown().text == "1.50"
 
 
 def test_seeds_are_trained_evaluated_and_reported_one_after_the_other(tmp_path, monkeypatch):

@@ -249,6 +249,14 @@ class Comparison:
         more = {"paper": "", "best": ", best draft T", "one-hot": ", one-hot drafts"}[choice]
         return f"{sampled} ({rule} verification){more}"
 
+    @cached_property
+    def intervals(self) -> str:
+        """Say what the intervals are over: the prompts of an evaluation, or the seeds whose means it holds."""
+        seeds = {len(e.results.settings.get("seeds", ())) for e in self.evaluations}
+        if seeds == {0}:
+            return "bootstrap over prompts"
+        return f"Student's t over {' or '.join(map(str, sorted(seeds)))} seeds"
+
     def autoregressive(self, target: str, rule: Rule) -> dict[str, Spent]:
         """Return the time of decoding without a drafter, for every evaluation of a target, by a name for its row."""
         first = {e.evaluation.name: e for e in reversed(self.of(target)) if e.cells(rule, "paper")}

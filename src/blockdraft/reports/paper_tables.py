@@ -103,8 +103,8 @@ def gains_table(comparison: Comparison) -> Table:
                     rows.append(TableRow(labels, values))
     columns = tuple(Column((head,), f"{what}_gain", interval=True) for what, head in COMPARED_HEADS.items())
     caption = (
-        "Gain in the mean over the tasks, with the 95% interval of a paired bootstrap: both drafters are compared on "
-        "the same resampled prompts. Where the interval contains zero, no gain is printed."
+        f"Gain in the mean over the tasks, with its 95% interval ({comparison.intervals}): both drafters are compared "
+        "on the same prompts. Where the interval contains zero, no gain is printed."
     )
     labels = ("Target", "Setting", "Drafter", "Over")
     return Table("gains", "Gains over a baseline", caption, labels, columns, tuple(rows))
@@ -220,7 +220,7 @@ def lengths_table(comparison: Comparison) -> Table:
                 values = tuple(metric.value(average) for metric in LENGTHS)
                 rows.append(TableRow((target, comparison.setting(rule, choice), entry.kind, entry.label), values))
     caption = (
-        "Means over the tasks with 95% intervals (bootstrap over prompts). Predicted: from the target's own texts, "
+        f"Means over the tasks with 95% intervals ({comparison.intervals}). Predicted: from the target's own texts, "
         "without the luck of decoding. Drafts only: without correction and bonus tokens. Whole blocks: rounds that "
         "kept every proposal."
     )

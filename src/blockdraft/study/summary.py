@@ -4,54 +4,19 @@ The unit of the spread is the seed: a mean over tasks for each seed, then mean a
 paired difference compares two objectives with the same target, drafter, seed and prompts.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 
 from blockdraft.evaluation import Results, read_results
+from blockdraft.evaluation.results import read_traces, write_model
 from blockdraft.files import atomic_write, write_json
 from blockdraft.reports import write_report
 from blockdraft.reports.table import CellValue, Column, Table, TableRow, plain
 from blockdraft.study.plan import StudyRecipe
+from blockdraft.study.seeds import Spread, mean_over_seeds
 
 QUANTITIES = {"predicted_length": "predicted τ", "acceptance_length": "τ", "speedup": "speed-up"}
-T_975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Quantiles of Student's t distribution for 0 to 10 degrees of freedom; beyond, the normal one is close."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Holds values over seeds: their mean, standard deviation (None for one seed), and how many there are."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        """Give the mean over seeds."""
-        return fmean(self.values)
-
-    @property
-    def deviation(self) -> float | None:
-        """Give the standard deviation over seeds; None for a single one."""
-        return stdev(self.values) if len(self.values) > 1 else None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Give the 95% interval of the mean by Student's t over seeds; None for a single seed."""
-        if self.deviation is None:
-            return None
-        freedom = len(self.values) - 1
-        half = (T_975[freedom] if freedom < len(T_975) else 1.96) * self.deviation / math.sqrt(len(self.values))
-        return self.mean - half, self.mean + half
-
-    def shown(self, form: str = "{:.2f}") -> CellValue:
-        """Return the mean with its standard deviation, as a cell of a table."""
-        text = form.format(self.mean)
-        if self.deviation is not None:
-            text += f" ± {form.format(self.deviation).lstrip('+')}"
-        return CellValue(text, self.mean, self.interval)
 
 
 @dataclass(frozen=True)
@@ -84,9 +49,18 @@ def summarize(study: StudyRecipe, out: Path) -> StudySummary:
                 unfinished.write_text(content, encoding="utf-8")
     counted = {f"{name} ahead of {baseline}": {"wins": w, "of": of} for name, (w, of) in wins.items()}
     write_json(counted, folder / "wins.json")
-    folders = [out / "evaluations" / f"{target}-seed{seed}" for target in study.targets for seed in study.seeds]
-    page = write_report(folders, folder).page
+    page = write_report([_write_means(study, results, target, out) for target in study.targets], folder).page
     return StudySummary(tables, page, wins)
+
+
+def _write_means(study: StudyRecipe, results: "AllResults", target: str, out: Path) -> Path:
+    """Write the evaluation of a target whose numbers are means over seeds, with the traces of the first seed."""
+    folder = out / "report" / "means" / target
+    write_model(mean_over_seeds({seed: results[target, seed] for seed in study.seeds}), folder / "results.json")
+    traces = read_traces(out / "evaluations" / f"{target}-seed{study.seeds[0]}")
+    if traces is not None:
+        write_model(traces, folder / "traces.json", indent=None)
+    return folder
 
 
 AllResults = dict[tuple[str, int], Results]
@@ -105,6 +79,14 @@ def _of_seeds(
             return None
         found.append(value)
     return Spread(tuple(found))
+
+
+def _shown(spread: Spread) -> CellValue:
+    """Return the mean with its standard deviation, as a cell of a table."""
+    text = f"{spread.mean:.2f}"
+    if spread.deviation is not None:
+        text += f" ± {spread.deviation:.2f}"
+    return CellValue(text, spread.mean, spread.interval)
 
 
 def _settings(study: StudyRecipe) -> list[tuple[str, str, str]]:
@@ -129,7 +111,7 @@ def _lengths(study: StudyRecipe, results: AllResults, quantity: str) -> Table:
                     _of_seeds(study, results, target, f"{drafter}-{objective}", rule, choice, quantity)
                     for rule, choice, _ in _settings(study)
                 ]
-                values = tuple(plain(None) if each is None else each.shown() for each in spreads)
+                values = tuple(plain(None) if each is None else _shown(each) for each in spreads)
                 rows.append(TableRow((target, drafter, objective), values))
     return _table(study, quantity, rows, f"{QUANTITIES[quantity]} by objective", "mean ± deviation over seeds")
 

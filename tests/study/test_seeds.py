@@ -1,0 +1,128 @@
+"""Means over seeds: an evaluation of its own, whose intervals are Student's, for the paper's tables and figures."""
+
+from statistics import fmean, stdev
+
+import pytest
+
+from blockdraft.reports import read_evaluations, tables
+from blockdraft.study import load_study
+from blockdraft.study.seeds import Spread, mean_over_seeds
+from blockdraft.study.summary import summarize
+
+from synthetic import paired, results, traces, write
+
+SHIFTS = {42: 0.0, 43: 0.3, 44: -0.1}
+
+
+def of_seed(shift):
+    return paired(results(drafters=(("dflash", "CE"), ("dflash", "BV")), shift=shift), "dflash-bv", "dflash-ce")
+
+
+@pytest.fixture(scope="module")
+def seeds():
+    return {seed: of_seed(shift) for seed, shift in SHIFTS.items()}
+
+
+def test_a_spread_over_seeds_is_students():
+    three = Spread((1.0, 2.0, 3.0))
+    assert (three.mean, three.deviation) == (2.0, 1.0)
+    low, high = three.interval
+    assert (low, high) == (pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
+    alone = Spread((1.5,))
+    assert alone.deviation is None
+    assert alone.interval is None
+
+
+def test_a_single_seed_stays_as_it_is(seeds):
+    assert mean_over_seeds({42: seeds[42]}) == seeds[42]
+
+
+def test_values_are_means_and_intervals_over_seeds(seeds):
+    joined = mean_over_seeds(seeds)
+    assert joined.settings["seeds"] == [42, 43, 44]
+    assert len(joined.cells) == len(seeds[42].cells)
+    assert len(joined.averages) == len(seeds[42].averages)
+    assert len(joined.comparisons) == len(seeds[42].comparisons)
+    for place, average in enumerate(joined.averages):
+        values = [found.averages[place].predicted_length.value for found in seeds.values()]
+        half = 4.303 * stdev(values) / 3**0.5
+        assert average.predicted_length.value == pytest.approx(fmean(values))
+        assert average.predicted_length.low == pytest.approx(fmean(values) - half)
+        assert average.predicted_length.high == pytest.approx(fmean(values) + half)
+    for place, compared in enumerate(joined.comparisons):
+        ratios = [found.comparisons[place].ratio.value for found in seeds.values()]
+        assert compared.ratio.value == pytest.approx(fmean(ratios))
+    for place, cell in enumerate(joined.cells):
+        same = [found.cells[place] for found in seeds.values()]
+        assert cell.num_rounds == sum(each.num_rounds for each in same)
+        assert cell.retention == pytest.approx([fmean(each) for each in zip(*(c.retention for c in same), strict=True)])
+        assert cell.conditional[0] == pytest.approx(cell.retention[0])
+        assert cell.conditional[1] == pytest.approx(cell.retention[1] / cell.retention[0])
+        seconds = sum(sum(each.seconds.values()) for each in same)
+        assert cell.tokens_per_second == pytest.approx(sum(each.num_tokens for each in same) / seconds)
+
+
+def test_drafters_have_mean_curves_and_the_best_temperature_of_these(seeds):
+    def shifted(found, by):
+        about = found.drafters[0]
+        points = [
+            p.model_copy(update={"acceptance_length": {"block": 3 - (p.draft_temperature - by) ** 2}})
+            for p in about.temperatures
+        ]
+        drafters = [about.model_copy(update={"temperatures": points, "best_draft_temperature": {"block": by}})]
+        return found.model_copy(update={"drafters": drafters})
+
+    joined = mean_over_seeds({1: shifted(seeds[42], 0.4), 2: shifted(seeds[43], 0.8)})
+    about = joined.drafters[0]
+    assert about.best_draft_temperature == {"block": 0.6}
+    assert about.temperatures[0].acceptance_length["block"] == pytest.approx(3 - (0 + 0.4**2) / 2)
+    assert about.fingerprint is None
+    assert "and 1 more" in about.path
+
+
+def test_a_seed_whose_best_temperature_is_the_papers_counts_with_that(seeds):
+    def is_best(item):
+        return item.choice == "best" and item.drafter == "dflash-bv"
+
+    left = {
+        name: [item for item in getattr(seeds[43], name) if not is_best(item)]
+        for name in ("cells", "averages", "comparisons")
+    }
+    joined = mean_over_seeds({42: seeds[42], 43: seeds[43].model_copy(update=left)})
+
+    def value(found, choice):
+        key = ("dflash-bv", "block", choice)
+        return next(a.predicted_length.value for a in found.averages if (a.drafter, a.rule, a.choice) == key)
+
+    assert value(joined, "best") == pytest.approx((value(seeds[42], "best") + value(seeds[43], "paper")) / 2)
+    assert value(joined, "paper") == pytest.approx((value(seeds[42], "paper") + value(seeds[43], "paper")) / 2)
+
+
+def test_dynamics_are_means_of_the_checkpoints_that_all_seeds_have(seeds):
+    shorter = seeds[43].dynamics[0].model_copy(update={"points": seeds[43].dynamics[0].points[:-1]})
+    joined = mean_over_seeds({42: seeds[42], 43: seeds[43].model_copy(update={"dynamics": [shorter]})})
+    assert [each.drafter for each in joined.dynamics] == [shorter.drafter]
+    assert [p.step for p in joined.dynamics[0].points] == [p.step for p in shorter.points]
+    first, second = (found.dynamics[0].points[0] for found in (seeds[42], seeds[43]))
+    assert joined.dynamics[0].points[0].accuracy == pytest.approx((first.accuracy + second.accuracy) / 2)
+
+
+def test_the_report_of_a_study_has_a_row_for_each_objective_and_not_for_each_seed(tmp_path, seeds):
+    spec = "name: s\ntargets: {pocket: {recipe: pocket}}\ndrafters: [dflash]\nseeds: [42, 43, 44]\n"
+    spec += "objectives: {ce: {recipe: ce}, bv: {recipe: bv}}\n"
+    (tmp_path / "s.yaml").write_text(spec)
+    for seed, found in seeds.items():
+        write(tmp_path / "evaluations" / f"pocket-seed{seed}", found, traces(found))
+    summary = summarize(load_study(tmp_path / "s.yaml"), tmp_path)
+    means = read_evaluations([tmp_path / "report" / "means" / "pocket"])
+    assert [entry.label for entry in means.entries] == ["CE", "BV"]
+    assert means.evaluations[0].traces is not None
+    lengths = next(table for table in tables(means) if table.name == "lengths")
+    assert "Student's t over 3 seeds" in lengths.caption
+    assert "bootstrap over prompts" not in summary.page.read_text()
+    assert "seed43" not in summary.page.read_text()
+    own = next(table for table in summary.tables if table.name == "predicted-length")
+    joined = mean_over_seeds(seeds)
+    expected = next(a for a in joined.averages if (a.drafter, a.rule) == ("dflash-bv", "greedy"))
+    assert own.rows[1].values[0].number == pytest.approx(expected.predicted_length.value)
+    assert "±" in own.rows[1].values[0].text
