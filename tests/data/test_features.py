@@ -95,6 +95,27 @@ def test_texts_are_read_by_threads_into_memory_that_a_gpu_can_fetch(tmp_path, pa
         assert torch.equal(ours, theirs)
 
 
+def test_the_online_normalizer_is_computed_where_blocks_read_it(paths, monkeypatch):
+    target = tiny_target()
+    plan = BatchSampler(paths, num_texts=11, num_anchors=15, num_proposals=3, seed=0)
+    batch = collate(partition(plan.step(0, 0), 1, paths)[0], paths, 3)
+    output = OnlineFeatures(target, LAYERS)(batch)
+    whole = target.normalizer(output.hidden, 0.7)
+    rows, logits = [], type(target).logits
+    monkeypatch.setattr(type(target), "logits", lambda self, x: rows.append(len(x)) or logits(self, x))
+    found = OnlineFeatures(target, LAYERS, 0.7)(batch).normalizer
+    assert sum(rows) == len(batch.read_positions) < batch.tokens.numel()
+    is_read = torch.zeros(batch.tokens.numel(), dtype=torch.bool)
+    is_read[batch.read_positions] = True
+    is_read = is_read.view(batch.tokens.shape)
+    for ours, theirs in ((found.log_z, whole.log_z), (found.argmax, whole.argmax)):
+        torch.testing.assert_close(ours[is_read], theirs[is_read])
+        assert not ours[~is_read].any()
+    assert torch.equal(batch.spread_to_positions(batch.read_by_blocks(whole.log_z)), whole.log_z * is_read)
+    at = batch.at_blocks(is_read)
+    assert at[batch.valid].all()
+
+
 def test_every_tensor_of_a_batch_is_pinned(paths, monkeypatch):
     plan = BatchSampler(paths, num_texts=5, num_anchors=15, num_proposals=3, seed=0)
     batch = collate(partition(plan.step(0, 0), 1, paths)[0], paths, 3)

@@ -107,6 +107,11 @@ class Batch:
         """Return ``[P, ..]``: of values ``[N, T, ..]`` at every position, each that a block reads, once."""
         return hidden.flatten(0, 1).index_select(0, self.read_positions)
 
+    def spread_to_positions(self, values: Tensor) -> Tensor:
+        """Return ``[N, T, ..]`` from values ``[P, ..]`` where blocks read, zero elsewhere: `read_by_blocks` undone."""
+        whole = values.new_zeros(self.tokens.numel(), *values.shape[1:])
+        return whole.index_copy_(0, self.read_positions, values).view(*self.tokens.shape, *values.shape[1:])
+
     def to(self, device: torch.device | str) -> "Batch":
         """Return the same batch on another device; the host does not wait for tensors in pinned memory."""
         return self._each(lambda x: x.to(device, non_blocking=True))

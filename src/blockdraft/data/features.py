@@ -52,6 +52,7 @@ class OnlineFeatures(Features):
     """Runs the target for every batch; nothing is kept.
 
     normalizer_temperature: also compute the target's normalizer at this temperature, for drafters over fewer tokens.
+        It takes a product with the whole head, so it is computed where blocks read it and is zero elsewhere.
     """
 
     def __init__(self, target: Target, layers: Sequence[int], normalizer_temperature: float | None = None) -> None:
@@ -61,7 +62,9 @@ class OnlineFeatures(Features):
         output = self.target.forward(batch.tokens, layers=self.layers, spans=batch.spans, positions=batch.positions)
         if self.normalizer_temperature is None:
             return output
-        return replace(output, normalizer=self.target.normalizer(output.hidden, self.normalizer_temperature))
+        found = self.target.normalizer(batch.read_by_blocks(output.hidden), self.normalizer_temperature)
+        spread = Normalizer(*(batch.spread_to_positions(values) for values in (found.log_z, found.argmax)))
+        return replace(output, normalizer=spread)
 
 
 class CacheIndex(BaseModel):

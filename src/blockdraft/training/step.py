@@ -187,8 +187,8 @@ class TrainingStep(nn.Module):
     def _reduced(self, batch: Batch, output: TargetOutput, temperature: float) -> ReducedTarget:
         """Return the target's normaliser and argmax at the blocks' positions, the argmax as an index into D."""
         assert output.normalizer is not None
-        argmax = self._draft_index[batch.at_blocks(output.normalizer.argmax)]
-        return ReducedTarget(batch.at_blocks(output.normalizer.log_z), argmax, temperature)
+        log_z, argmax = (batch.read_by_blocks(each) for each in (output.normalizer.log_z, output.normalizer.argmax))
+        return ReducedTarget(log_z[batch.read_index], self._draft_index[argmax[batch.read_index]], temperature)
 
     @cached_property
     def _draft_index(self) -> Tensor:
