@@ -211,8 +211,14 @@ def test_a_folder_grows_by_more_responses_to_the_rows_that_all_of_them_give(tmp_
     assert rows(tmp_path / "grown") == rows(tmp_path / "whole")
     with pytest.raises(DataError, match="num_responses 2 there, 1 here"):
         make(tmp_path / "grown")
+    before = (tmp_path / "grown" / "manifest.json").read_bytes()
     with pytest.raises(DataError, match="num_prompts 23 there, 22 here"):
         make(tmp_path / "grown", prompts=PROMPTS[:-1], num_responses=3)
+    with pytest.raises(DataError, match="num_prompts 23 there, 24 here"):  # their answers would not come first
+        make(tmp_path / "grown", prompts=[*PROMPTS, Prompt("new", ("w9",))], num_responses=2)
+    with pytest.raises(DataError, match="num_prompts 23 there, 24 here"):
+        make(tmp_path / "grown", prompts=[*PROMPTS, Prompt("new", ("w9",))], num_responses=3)
+    assert (tmp_path / "grown" / "manifest.json").read_bytes() == before
 
 
 def test_several_answers_to_one_prompt_are_held_out_together(tmp_path):
@@ -229,13 +235,26 @@ def test_several_answers_to_one_prompt_are_held_out_together(tmp_path):
         again, more = training.split(8, seed)
         assert not {ids[row] for row in again.whole[1]} & {ids[row] for row in more.whole[1]}
     assert len(texts.split(0)[1]) == 0
-    with pytest.raises(DataError, match=f"cannot hold out {len(texts) - 1} of .* they answer 23 prompts"):
+    assert texts.split(10)[1].first_responses.tolist() == list(
+        range(len({ids[i] for i in texts.split(10)[1].whole[1]}))
+    )
+    with pytest.raises(
+        DataError, match=f"cannot hold out {len(texts) - 1} of .* of the 23 that they answer one must be left"
+    ):
         texts.split(len(texts) - 1)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, top_k=1)])
+def test_equal_answers_are_not_asked_for_twice(tmp_path, sampling):
+    settings = GenerationSettings(sampling, max_new_tokens=4, max_length=60)
+    with pytest.raises(DataError, match="all answers to a prompt are the same"):
+        make(tmp_path, settings=settings, num_responses=2)
+    assert make(tmp_path, settings=settings).complete
 
 
 def test_an_id_that_could_be_a_further_responses_is_refused(tmp_path):
     named = [Prompt("a@1", ("w5",)), Prompt("b", ("w6",))]
-    with pytest.raises(DataError, match="'a@1' ends like that of a further response"):
+    with pytest.raises(DataError, match="'a@1' ends in @ and a number"):
         make(tmp_path, prompts=named, num_responses=2)
     assert not list(tmp_path.iterdir())
     assert make(tmp_path, prompts=named).complete

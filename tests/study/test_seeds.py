@@ -30,6 +30,8 @@ def test_a_spread_over_seeds_is_students():
     assert (low, high) == (pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
     alone = Spread((1.5,))
     assert alone.deviation is None
+    twelve = Spread(tuple(float(i % 2) for i in range(12)))
+    assert twelve.interval[1] - twelve.mean == pytest.approx(2.201 * twelve.deviation / 12**0.5, rel=1e-3)
     assert alone.interval is None
 
 
@@ -57,6 +59,8 @@ def test_values_are_means_and_intervals_over_seeds(seeds):
         assert cell.num_rounds == sum(each.num_rounds for each in same)
         assert cell.retention == pytest.approx([fmean(each) for each in zip(*(c.retention for c in same), strict=True)])
         assert cell.conditional[0] == pytest.approx(cell.retention[0])
+        assert cell.whole_block_rate == pytest.approx(fmean(each.whole_block_rate for each in same))
+        assert cell.draft_temperature == pytest.approx(fmean(each.draft_temperature for each in same))
         assert cell.conditional[1] == pytest.approx(cell.retention[1] / cell.retention[0])
         seconds = sum(sum(each.seconds.values()) for each in same)
         assert cell.tokens_per_second == pytest.approx(sum(each.num_tokens for each in same) / seconds)
@@ -69,7 +73,9 @@ def test_drafters_have_mean_curves_and_the_best_temperature_of_these(seeds):
             p.model_copy(update={"acceptance_length": {"block": 3 - (p.draft_temperature - by) ** 2}})
             for p in about.temperatures
         ]
-        drafters = [about.model_copy(update={"temperatures": points, "best_draft_temperature": {"block": by}})]
+        lengths = {"block": [1.5 + (by > 0.5) / 2, 2.0 + (by > 0.5)]}
+        changes = {"temperatures": points, "best_draft_temperature": {"block": by}, "lengths_by_proposals": lengths}
+        drafters = [about.model_copy(update=changes)]
         return found.model_copy(update={"drafters": drafters})
 
     joined = mean_over_seeds({1: shifted(seeds[42], 0.4), 2: shifted(seeds[43], 0.8)})
@@ -77,6 +83,7 @@ def test_drafters_have_mean_curves_and_the_best_temperature_of_these(seeds):
     assert about.best_draft_temperature == {"block": 0.6}
     assert about.temperatures[0].acceptance_length["block"] == pytest.approx(3 - (0 + 0.4**2) / 2)
     assert about.fingerprint is None
+    assert about.lengths_by_proposals == {"block": pytest.approx([1.75, 2.5])}
     assert "and 1 more" in about.path
 
 
@@ -126,3 +133,8 @@ def test_the_report_of_a_study_has_a_row_for_each_objective_and_not_for_each_see
     expected = next(a for a in joined.averages if (a.drafter, a.rule) == ("dflash-bv", "greedy"))
     assert own.rows[1].values[0].number == pytest.approx(expected.predicted_length.value)
     assert "±" in own.rows[1].values[0].text
+    (tmp_path / "one.yaml").write_text(spec.replace("[42, 43, 44]", "[42]"))
+    alone = summarize(load_study(tmp_path / "one.yaml"), tmp_path)
+    own = next(table for table in alone.tables if table.name == "predicted-length")
+    assert "±" not in own.rows[1].values[0].text
+    assert "bootstrap over prompts" in alone.page.read_text()

@@ -238,6 +238,11 @@ def test_gpus_are_those_that_can_be_seen(monkeypatch, asked, count, gpus):
 def test_jobs_at_once_have_a_gpu_each_and_every_command_its_device(tmp_path, monkeypatch):
     (tmp_path / "s.yaml").write_text(TINY)
     study = Study(load_study(tmp_path / "s.yaml"), tmp_path, gpus=["3", "5"], device="cuda")
+    data = next(job.arguments for job in study.data_jobs() if "regenerate" in job.arguments)
+    assert "--num-responses" not in data
+    several = load_study(tmp_path / "s.yaml", ["targets.pocket.num_responses=3"])
+    data = next(job.arguments for job in Study(several, tmp_path).data_jobs() if "regenerate" in job.arguments)
+    assert data[-2:] == ["--num-responses", "3"]
     told = [job.arguments[0] for job in [*study.data_jobs(), *study.jobs_left()] if "--device" in job.arguments]
     assert told == ["data", "train", "train", "evaluate"]
     monkeypatch.setattr(Job, "command", property(lambda job: ["sh", "-c", *job.arguments]))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from blockdraft.data import Completion, TextDataset
 from blockdraft.recipes import RecipeError, load_recipe
 from blockdraft.training import measuring
 from blockdraft.training import step as loader_module
@@ -31,12 +32,9 @@ def rates(monkeypatch, *, device="cpu", peak_tflops=None):
     return made.measure(4, 30.0)
 
 
-class Texts(list):
+def texts(*lengths):
     """Texts of the token 7, with prompts of these lengths."""
-
-    def __init__(self, *lengths):
-        super().__init__(torch.full((each + 2,), 7) for each in lengths)
-        self.prompt_lengths = lengths
+    return TextDataset.of([Completion(f"t{each}#0", [7] * each, [7, 7], "length") for each in lengths])
 
 
 def test_prompts_are_decoded_as_far_as_the_context_reaches(monkeypatch):
@@ -49,10 +47,10 @@ def test_prompts_are_decoded_as_far_as_the_context_reaches(monkeypatch):
 
     monkeypatch.setattr(measuring, "generate", record)
     drafter = tiny_drafter("dflash", target)
-    found = measuring.DecodedPrompts(Texts(500, 509, 3), 3, target, 1.0, 0).measure(drafter)
+    found = measuring.DecodedPrompts(texts(500, 509, 3), 3, target, 1.0, 0).measure(drafter)
     assert budgets == [8, measuring.DECODED_TOKENS]
     assert set(found) == {"decoded_length_block", "decoded_text"}
-    assert measuring.DecodedPrompts(Texts(509), 1, target, 1.0, 0).measure(drafter) == {}
+    assert measuring.DecodedPrompts(texts(509), 1, target, 1.0, 0).measure(drafter) == {}
 
 
 def test_rates(monkeypatch):

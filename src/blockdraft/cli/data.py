@@ -129,9 +129,7 @@ def regenerate(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Answer only the first N prompts.")] = None,
-    num_responses: Annotated[
-        int, typer.Option(metavar="N", min=1, help="How often to answer each prompt, every time with draws of its own.")
-    ] = 1,
+    num_responses: Annotated[int, typer.Option(metavar="N", min=1, help="How many times to answer each prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Stop each answer after N tokens.")] = 2048,
     max_length: Annotated[
         int | None,
@@ -307,14 +305,16 @@ class DataSummary:
         manifest, counts = self.manifest, self.manifest.totals
         state = "complete" if manifest.complete else f"{len(manifest.shards)} of {manifest.num_shards} shards"
         console.print(f"{self.folder}: {state}, every checksum right", style="bold")
+        identity = manifest.identity
         settings = ", ".join(
-            f"{name} {getattr(manifest.identity, name)}"
-            for name in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
+            f"{name} {getattr(identity, name)}" for name in ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
         )
         console.print(
             f"target {manifest.about.target} ({manifest.identity.target}), engine {manifest.identity.engine.name}"
         )
         console.print(f"said to be sampled with {settings}")
+        times = f", each answered {identity.num_responses} times" if identity.num_responses > 1 else ""
+        console.print(f"{identity.num_prompts:,} prompts{times}")
         reasons = ", ".join(f"{num:,} {reason}" for reason, num in counts.finish_reasons.items())
         console.print(f"{counts.rows:,} rows ({reasons}), {counts.response_tokens:,} response tokens")
         for reason, num in counts.dropped.items():

@@ -208,7 +208,7 @@ def train(
             length = measured[f"heldout_length_{rule}"]
             print(f"  {length:.2f} of {trainer.config.num_proposals} accepted, {rule} verification")
         accuracy = measured["heldout_token_accuracy"]
-        print(f"  {accuracy:.3f} token accuracy, on {trainer.recipe.data.num_heldout} held-out texts")
+        print(f"  {accuracy:.3f} token accuracy, on {trainer.num_heldout:,} held-out texts")
     if trainer.decoded is not None:
         length = measured["decoded_length_block"]
         print(f"  {length:.2f} tokens per verification call, decoding {len(trainer.decoded.prompts)} of their prompts")

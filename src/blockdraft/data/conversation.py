@@ -81,9 +81,9 @@ def response_id(prompt: str, number: int) -> str:
     return f"{prompt}@{number}"
 
 
-def prompt_of(completion: str) -> str:
-    """Return the id of the prompt that a completion answers, from the completion's own."""
-    return re.sub(r"(@\d+)?#\d+$", "", completion)
+def prompt_id_of(completion_id: str) -> str:
+    """Return the id of the prompt that a completion answers, from the completion's own id."""
+    return re.sub(r"(@\d+)?#\d+$", "", completion_id)
 
 
 @dataclass(frozen=True)

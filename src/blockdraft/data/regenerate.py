@@ -14,7 +14,7 @@ import transformers
 from pydantic import TypeAdapter
 
 import blockdraft
-from blockdraft.data.conversation import Completion, Conversation, GenerationSettings, prompt_of, response_id
+from blockdraft.data.conversation import Completion, Conversation, GenerationSettings, prompt_id_of, response_id
 from blockdraft.data.engine import Engine, LocalEngine
 from blockdraft.data.manifest import (
     MANIFEST,
@@ -60,8 +60,8 @@ def regenerate(
 ) -> Manifest:
     """Write the target's own responses to all prompts into a folder, or resume where an earlier run stopped.
 
-    A folder grows: given more prompts, beginning with those that it was made of, only the new ones are answered;
-    asked for more responses to the same prompts, only the further ones are sampled.
+    A folder grows: given more prompts, beginning with those that it was made of, or asked for more responses to the
+    same prompts, it keeps the shards that are full and samples the rest.
 
     Args:
         prompts: the conversations; the rows are in their order.
@@ -69,7 +69,7 @@ def regenerate(
         settings: the distribution to sample from, and the limits.
         folder: a new or an unfinished data folder, or one to add to.
         engine: what does the sampling: the target itself if not given, or a server that serves it.
-        num_responses: how often to answer every prompt, each time with draws of its own.
+        num_responses: how many times to answer every prompt, each time with random draws of its own.
         shard_size: the number of conversations per shard.
         on_progress: called with whatever was just finished.
 
@@ -86,6 +86,8 @@ def regenerate(
     for name, value in (("shard_size", shard_size), ("num_responses", num_responses)):
         if value < 1:
             raise DataError(f"{name} must be at least 1, got {value}")
+    if num_responses > 1 and (settings.sampling.temperature == 0 or settings.sampling.top_k == 1):
+        raise DataError("at temperature 0 or with top-k 1 all answers to a prompt are the same; ask for one response")
     asked = repeat_prompts(prompts, num_responses)
     limit = target.context_length
     if limit is not None and settings.max_length > limit:
@@ -308,9 +310,12 @@ def repeat_prompts(prompts: Sequence[Prompt], num_responses: int) -> list[Prompt
     """Return every prompt this many times: all of them, then all again under ids that tell the responses apart."""
     if num_responses == 1:
         return list(prompts)
-    taken = next((prompt.id for prompt in prompts if prompt_of(f"{prompt.id}#0") != prompt.id), None)
+    taken = next((prompt.id for prompt in prompts if prompt_id_of(f"{prompt.id}#0") != prompt.id), None)
     if taken is not None:
-        raise DataError(f"the id {taken!r} ends like that of a further response; rename it, or ask for one response")
+        raise DataError(
+            f"the prompt's id {taken!r} ends in @ and a number, which names further responses; rename it, or ask for "
+            "one response"
+        )
     again = [
         replace(prompt, id=response_id(prompt.id, number)) for number in range(1, num_responses) for prompt in prompts
     ]

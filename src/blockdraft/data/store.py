@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from blockdraft.data.conversation import Completion, prompt_of
+from blockdraft.data.conversation import Completion, prompt_id_of
 from blockdraft.data.manifest import (
     MANIFEST,
     DataError,
@@ -131,7 +131,7 @@ class TextDataset:
     identity: a hash of the rows.
     manifest: the manifest of the data folder; None for rows that were made in memory.
     source: the dataset that these texts were taken from, and ``[R]`` their rows in it; None for a whole one.
-    prompts: ``[R]`` the number of the prompt that each text answers; None if no prompt was answered twice.
+    prompt_numbers: ``[R]`` the number of the prompt that each text answers; None if no prompt was answered twice.
     """
 
     tokens: NDArray[np.int32]
@@ -140,7 +140,7 @@ class TextDataset:
     identity: str
     manifest: Manifest | None = None
     source: "tuple[TextDataset, NDArray[np.int64]] | None" = None
-    prompts: NDArray[np.int64] | None = None
+    prompt_numbers: NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Completion]) -> "TextDataset":
@@ -170,6 +170,13 @@ class TextDataset:
         """Give the number of tokens of each response, ``[R]``."""
         return self.lengths - self.prompt_lengths
 
+    @property
+    def first_responses(self) -> NDArray[np.int64]:
+        """Give the rows that are the first of their prompt, in order; all, if no prompt was answered twice."""
+        if self.prompt_numbers is None:
+            return np.arange(len(self))
+        return np.sort(np.unique(self.prompt_numbers, return_index=True)[1])
+
     def split(self, num_heldout: int, seed: int = 0) -> tuple["TextDataset", "TextDataset"]:
         """Return the texts to train on and the held-out ones, chosen by the seed, both in their order.
 
@@ -179,15 +186,18 @@ class TextDataset:
         if not 0 <= num_heldout < len(self):
             raise DataError(f"cannot hold out {num_heldout} of {len(self)} texts")
         draws = np.random.default_rng([seed, HELDOUT])
-        if self.prompts is None:
+        if self.prompt_numbers is None:
             chosen = draws.permutation(len(self))
             return self._take(np.sort(chosen[num_heldout:])), self._take(np.sort(chosen[:num_heldout]))
-        counts = np.bincount(self.prompts)
+        counts = np.bincount(self.prompt_numbers)
         order = draws.permutation(len(counts))
         num_prompts = int(np.searchsorted(np.cumsum(counts[order]), num_heldout)) + 1 if num_heldout else 0
         if num_prompts >= len(counts):
-            raise DataError(f"cannot hold out {num_heldout} of {len(self)} texts: they answer {len(counts)} prompts")
-        is_held = np.isin(self.prompts, order[:num_prompts])
+            raise DataError(
+                f"cannot hold out {num_heldout} of {len(self)} texts: whole prompts are held out, and of the "
+                f"{len(counts)} that they answer one must be left to train on; lower data.num_heldout"
+            )
+        is_held = np.isin(self.prompt_numbers, order[:num_prompts])
         return self._take(np.flatnonzero(~is_held)), self._take(np.flatnonzero(is_held))
 
     def _take(self, indices: NDArray[np.int64]) -> "TextDataset":
@@ -196,9 +206,9 @@ class TextDataset:
         starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
         identity = hashlib.sha256(f"{self.identity}/{indices.tolist()}".encode()).hexdigest()[:16]
         whole, rows = self.whole
-        prompts = None if self.prompts is None else _numbered(self.prompts[indices].tolist())
+        numbers = None if self.prompt_numbers is None else _numbered(self.prompt_numbers[indices].tolist())
         return TextDataset(
-            tokens, starts, self.prompt_lengths[indices], identity, self.manifest, (whole, rows[indices]), prompts
+            tokens, starts, self.prompt_lengths[indices], identity, self.manifest, (whole, rows[indices]), numbers
         )
 
     @property
@@ -243,7 +253,7 @@ def open_dataset(folder: str | Path, target: Target | None = None, *, partial: b
         np.array([len(prompt) for prompt in prompts], dtype=np.int64),
         digest.hexdigest()[:16],
         manifest,
-        prompts=_numbered(map(prompt_of, ids)) if ids else None,
+        prompt_numbers=_numbered(map(prompt_id_of, ids)) if ids else None,
     )
 
 

@@ -34,7 +34,7 @@ class Strict(BaseModel):
 
 
 class Interval(Strict):
-    """Holds a number with the 95% interval of a bootstrap over prompts."""
+    """Holds a number with its 95% interval: of a bootstrap over prompts, or of a mean over seeds."""
 
     value: float
     low: float

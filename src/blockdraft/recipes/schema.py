@@ -109,7 +109,9 @@ class DataSection(Section):
     """Names the texts of the target, as `blockdraft data regenerate` writes them."""
 
     path: Path | None = Field(None, description="the data folder")
-    num_heldout: int = Field(256, ge=0, description="texts kept for measuring and never trained on")
+    num_heldout: int = Field(
+        256, ge=0, description="texts kept for measuring and never trained on; whole prompts, if these have several"
+    )
     features: Literal["online", "cached"] = Field(
         "online", description="run the target at every step, or read its features from a cache on disk"
     )

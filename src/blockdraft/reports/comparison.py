@@ -250,12 +250,10 @@ class Comparison:
         return f"{sampled} ({rule} verification){more}"
 
     @cached_property
-    def intervals(self) -> str:
+    def interval_basis(self) -> str:
         """Say what the intervals are over: the prompts of an evaluation, or the seeds whose means it holds."""
-        seeds = {len(e.results.settings.get("seeds", ())) for e in self.evaluations}
-        if seeds == {0}:
-            return "bootstrap over prompts"
-        return f"Student's t over {' or '.join(map(str, sorted(seeds)))} seeds"
+        numbers = sorted({len(e.results.settings.get("seeds", ())) for e in self.evaluations})
+        return " or ".join(f"Student's t over {num} seeds" if num else "bootstrap over prompts" for num in numbers)
 
     def autoregressive(self, target: str, rule: Rule) -> dict[str, Spent]:
         """Return the time of decoding without a drafter, for every evaluation of a target, by a name for its row."""
@@ -339,5 +337,5 @@ _COMPARABLE: dict[str, Callable[[LoadedEvaluation], object]] = {
     "tasks": lambda e: {t.name: t.num_prompts for t in e.results.tasks},
     "temperature": lambda e: e.results.settings.get("temperature"),
     "budget": lambda e: e.results.settings.get("max_new_tokens"),
-    "seed": lambda e: e.results.settings.get("seed"),
+    "seed": lambda e: e.results.settings.get("seeds", e.results.settings.get("seed")),
 }

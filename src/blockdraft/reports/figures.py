@@ -124,7 +124,9 @@ def tasks_figure(comparison: Comparison, target: str, look: Look) -> Drawing | N
         panel.set_xlabel("tokens per verification call, τ")
     legend(figure, entries, look, lines=False)
     title = f"Acceptance length by task, {target}"
-    caption = f"Measured in decoding, with 95% intervals ({comparison.intervals}). Correction and bonus tokens count."
+    caption = (
+        f"Measured in decoding, with 95% intervals ({comparison.interval_basis}). Correction and bonus tokens count."
+    )
     return Drawing(f"tasks-{comparison.file_name(target)}", title, caption, figure)
 
 

@@ -58,7 +58,9 @@ class Metric:
 TAU = Metric("τ", "tau", True, lambda m: length(m.acceptance_length))
 PREDICTED = Metric("τ predicted", "predicted_tau", True, lambda m: length(m.predicted_length))
 SPEEDUP = Metric("Speed-up", "speedup", True, lambda m: times(m.speedup))
-DRAFT_TEMPERATURE = Metric("Draft T", "draft_temperature", False, lambda m: plain(m.draft_temperature, "{:g}"))
+DRAFT_TEMPERATURE = Metric(
+    "Draft T", "draft_temperature", False, lambda m: plain(round(m.draft_temperature, 2), "{:g}")
+)
 LENGTHS = (
     DRAFT_TEMPERATURE,
     Metric("τ predicted", "predicted_tau", True, lambda m: with_interval(m.predicted_length)),
@@ -103,8 +105,8 @@ def gains_table(comparison: Comparison) -> Table:
                     rows.append(TableRow(labels, values))
     columns = tuple(Column((head,), f"{what}_gain", interval=True) for what, head in COMPARED_HEADS.items())
     caption = (
-        f"Gain in the mean over the tasks, with its 95% interval ({comparison.intervals}): both drafters are compared "
-        "on the same prompts. Where the interval contains zero, no gain is printed."
+        f"Gain in the mean over the tasks, with its 95% interval ({comparison.interval_basis}): both drafters are "
+        "compared on the same prompts. Where the interval contains zero, no gain is printed."
     )
     labels = ("Target", "Setting", "Drafter", "Over")
     return Table("gains", "Gains over a baseline", caption, labels, columns, tuple(rows))
@@ -220,9 +222,9 @@ def lengths_table(comparison: Comparison) -> Table:
                 values = tuple(metric.value(average) for metric in LENGTHS)
                 rows.append(TableRow((target, comparison.setting(rule, choice), entry.kind, entry.label), values))
     caption = (
-        f"Means over the tasks with 95% intervals ({comparison.intervals}). Predicted: from the target's own texts, "
-        "without the luck of decoding. Drafts only: without correction and bonus tokens. Whole blocks: rounds that "
-        "kept every proposal."
+        f"Means over the tasks with 95% intervals ({comparison.interval_basis}). Predicted: from the target's own "
+        "texts, without the luck of decoding. Drafts only: without correction and bonus tokens. Whole blocks: rounds "
+        "that kept every proposal."
     )
     columns = tuple(metric.column(()) for metric in LENGTHS)
     labels = ("Target", "Setting", "Drafter", "Loss")

@@ -29,7 +29,7 @@ class StudyTarget(Section):
     data: Path | None = Field(None, description="a data folder that is there; null makes one from the prompts")
     prompts: str = Field("pocket", description="where prompts come from, as `data prompts --from` takes it")
     num_prompts: int = Field(1400, ge=1, description="prompts to answer")
-    num_responses: int = Field(1, ge=1, description="how often each prompt is answered")
+    num_responses: int = Field(1, ge=1, description="how many times each prompt is answered")
     max_new_tokens: int = Field(256, ge=1, description="longest response")
     max_length: int = Field(768, ge=2, description="longest prompt and response together")
     set: list[str] = Field([], description="recipe fields for all cells of this target, as key.path=value")

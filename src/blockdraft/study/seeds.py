@@ -1,7 +1,7 @@
 """Join the evaluations of several seeds into one whose numbers are means over them: the tables and figures of a study.
 
-Every interval becomes that of the mean over seeds, by Student's t; with a single seed nothing changes. Counts, rounds
-and seconds are summed, so that rates pooled from them weigh all rounds of all seeds the same.
+Every interval becomes that of the mean over seeds, by Student's t; with a single seed nothing changes. Every seed
+weighs the same, but for counts and seconds, which are summed.
 """
 
 import math
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import TypeVar
 
+from blockdraft.evaluation.metrics import conditional
 from blockdraft.evaluation.results import (
     Average,
     Cell,
@@ -25,7 +26,7 @@ from blockdraft.evaluation.results import (
 )
 
 T_975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Quantiles of Student's t distribution for 0 to 10 degrees of freedom; beyond, the normal one is close."""
+"""97.5% quantiles of Student's t distribution for 0 to 10 degrees of freedom."""
 
 Measured = TypeVar("Measured", Cell, Average, PairedRatio)
 
@@ -51,9 +52,16 @@ class Spread:
         """Give the 95% interval of the mean by Student's t over seeds; None for a single seed."""
         if self.deviation is None:
             return None
-        freedom = len(self.values) - 1
-        half = (T_975[freedom] if freedom < len(T_975) else 1.96) * self.deviation / math.sqrt(len(self.values))
+        half = _students_quantile(len(self.values) - 1) * self.deviation / math.sqrt(len(self.values))
         return self.mean - half, self.mean + half
+
+
+def _students_quantile(freedom: int) -> float:
+    """Return the 97.5% quantile of Student's t: tabulated, or by its expansion around the normal one."""
+    if freedom < len(T_975):
+        return T_975[freedom]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def mean_over_seeds(results: Mapping[int, Results]) -> Results:
@@ -163,7 +171,6 @@ def _drafter(seeds: Sequence[DrafterAbout]) -> DrafterAbout:
 def _cell(seeds: Sequence[Cell]) -> Cell:
     first = seeds[0]
     retention = _means([each.retention for each in seeds])
-    before = [1.0, *retention][: len(retention)]
     seconds, baseline_seconds = _sums(c.seconds for c in seeds), _sums(c.baseline_seconds for c in seeds)
     num_tokens = sum(each.num_tokens for each in seeds)
     baseline_tokens = sum(c.baseline_tokens_per_second * sum(c.baseline_seconds.values()) for c in seeds)
@@ -174,9 +181,7 @@ def _cell(seeds: Sequence[Cell]) -> Cell:
             "num_rounds": sum(each.num_rounds for each in seeds),
             "num_tokens": num_tokens,
             "retention": retention,
-            "conditional": [
-                kept / reached if reached else None for kept, reached in zip(retention, before, strict=True)
-            ],
+            "conditional": conditional(retention),
             "tokens_per_second": _rate(num_tokens, seconds),
             "baseline_tokens_per_second": _rate(baseline_tokens, baseline_seconds),
             "seconds": seconds,

@@ -39,7 +39,7 @@ class TargetOutput:
 
     hidden: ``[N, T, H]`` after the final norm; the head's input.
     features: ``[N, T, K * H]`` outputs of the K chosen decoder layers, side by side; None if none were chosen.
-    normalizer: log Z and argmax of the head's logits at every position, where a drafter over fewer tokens needs them.
+    normalizer: log Z and argmax of the head's logits, for a drafter over fewer tokens; zero where no block reads them.
     """
 
     hidden: Tensor

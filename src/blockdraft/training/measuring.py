@@ -132,7 +132,8 @@ class DecodedPrompts:
     """
 
     def __init__(self, dataset: TextDataset, num_prompts: int, target: Target, temperature: float, seed: int) -> None:
-        self.prompts = [dataset[i][: dataset.prompt_lengths[i]].tolist() for i in range(num_prompts)]
+        rows = dataset.first_responses[:num_prompts].tolist()
+        self.prompts = [dataset[row][: dataset.prompt_lengths[row]].tolist() for row in rows]
         self.target, self.temperature, self.seed = target, temperature, seed
 
     def measure(self, drafter: Drafter) -> dict[str, Any]:

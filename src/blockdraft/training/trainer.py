@@ -99,6 +99,7 @@ class Trainer:
         target_fingerprint = fingerprint(target)  # before its layers may be sharded
         _refuse_other_sampling(recipe, self.objective, dataset)
         training, heldout = dataset.split(recipe.data.num_heldout, recipe.seed)
+        self.num_heldout = len(heldout)
         self.drafter = new_drafter(recipe, target, training).to(self.distributed.device)
         self.recipe = with_shape(self.recipe, self.drafter.config)
         self.drafter.checkpoint_activations = recipe.runtime.gradient_checkpointing
