@@ -39,6 +39,22 @@ def test_from_prompts_to_a_drafter(story):
     assert "shard_size 10 there, 9 here" in again.err
 
 
+@pytest.mark.slow
+def test_prompts_answered_twice_are_shown_and_held_out_together(story):
+    line = "data regenerate --target pocket --prompts p.jsonl --limit 5 --num-responses 2 --out twice"
+    made = blockdraft(*line.split(), "--max-new-tokens", 30, cwd=story)
+    assert made.code == 0, made.err
+    shown = blockdraft("data", "inspect", "twice", "--no-check", "--samples", 0, cwd=story)
+    assert "5 prompts, each answered 2 times" in shown.out
+    small = ["data.path=twice", "data.num_heldout=1", "batch.num_anchors=16", "optimizer.max_steps=1"]
+    small += ["logging.heldout_blocks=8", "logging.decode_prompts=1"]
+    trained = blockdraft("train", "pocket-dflash-bv", *small, "--out", "run-twice", cwd=story)
+    assert trained.code == 0, trained.err
+    num_heldout = int(trained.out.split("token accuracy, on ")[1].split()[0])
+    assert num_heldout >= 2
+    assert "decoding 1 of their prompts" in trained.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -47,6 +63,7 @@ def test_from_prompts_to_a_drafter(story):
         ("data regenerate --target pocket --prompts p.jsonl --out x --server http://localhost:99999", "not a server"),
         ("data regenerate --target pocket --prompts p.jsonl --out x --engine server", "--server"),
         ("data regenerate --target pocket --prompts p.jsonl --out x --max-length 5000", "reads texts of up to 1024"),
+        ("data regenerate --target pocket --prompts p.jsonl --out x --num-responses 2 --temperature 0", "are the same"),
         ("data inspect nothing", "is not a data folder"),
         ("train pocket-dflash-bv", "set data.path"),
         ("train pocket-dflash-bv data.path=nothing", "is not a data folder"),
