@@ -44,7 +44,7 @@ def new_drafter(kind, target, **changes):
 
 @torch.no_grad()
 def inputs(drafter, target, text):
-    """What speculators' forward takes, and our logits ``[A, B, V]`` of the same blocks, or ``[A, B, Vd]``."""
+    """Return what speculators' forward takes, and our logits ``[A, B, V]`` of the same blocks, or ``[A, B, Vd]``."""
     config = drafter.config
     tokens = torch.tensor([target.render([{"role": "user", "content": text}])])
     seen = {}

@@ -58,7 +58,7 @@ class Identity(_Strict):
 
     target, template: fingerprints of the target's weights and of its chat template.
     prompts: a digest of all prompts.
-    num_responses: how often every prompt was answered.
+    num_responses: how many times every prompt was answered.
     engine: the engine, with what changes its tokens.
     """
 

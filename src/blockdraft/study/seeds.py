@@ -5,7 +5,6 @@ weighs the same, but for counts and seconds, which are summed.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -24,6 +23,7 @@ from blockdraft.evaluation.results import (
     TemperaturePoint,
     best_temperature,
 )
+from blockdraft.reports.comparison import Spent
 
 T_975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5% quantiles of Student's t distribution for 0 to 10 degrees of freedom."""
@@ -130,13 +130,6 @@ def _means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [fmean(each) for each in zip(*rows, strict=True)]
 
 
-def _sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)
-    return dict(total)
-
-
 def _drafter(seeds: Sequence[DrafterAbout]) -> DrafterAbout:
     """Describe a drafter by its first seed, with predicted lengths that are means; its weights are no single ones."""
     first = seeds[0]
@@ -171,9 +164,10 @@ def _drafter(seeds: Sequence[DrafterAbout]) -> DrafterAbout:
 def _cell(seeds: Sequence[Cell]) -> Cell:
     first = seeds[0]
     retention = _means([each.retention for each in seeds])
-    seconds, baseline_seconds = _sums(c.seconds for c in seeds), _sums(c.baseline_seconds for c in seeds)
     num_tokens = sum(each.num_tokens for each in seeds)
     baseline_tokens = sum(c.baseline_tokens_per_second * sum(c.baseline_seconds.values()) for c in seeds)
+    spent = Spent.pooled((each.seconds for each in seeds), num_tokens)
+    baseline = Spent.pooled((each.baseline_seconds for each in seeds), baseline_tokens)
     return first.model_copy(
         update={
             **_lengths(seeds),
@@ -182,17 +176,16 @@ def _cell(seeds: Sequence[Cell]) -> Cell:
             "num_tokens": num_tokens,
             "retention": retention,
             "conditional": conditional(retention),
-            "tokens_per_second": _rate(num_tokens, seconds),
-            "baseline_tokens_per_second": _rate(baseline_tokens, baseline_seconds),
-            "seconds": seconds,
-            "baseline_seconds": baseline_seconds,
+            "tokens_per_second": _rate(spent),
+            "baseline_tokens_per_second": _rate(baseline),
+            "seconds": dict(spent.seconds),
+            "baseline_seconds": dict(baseline.seconds),
         }
     )
 
 
-def _rate(num_tokens: float, seconds: Mapping[str, float]) -> float:
-    total = sum(seconds.values())
-    return num_tokens / total if total else 0.0
+def _rate(spent: Spent) -> float:
+    return spent.tokens / spent.total if spent.total else 0.0
 
 
 def _average(seeds: Sequence[Average]) -> Average:
