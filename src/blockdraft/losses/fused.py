@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.losses.anchor_runs import run_bounds, whole_runs
 from blockdraft.losses.head_products import HeadProduct, LogitBuffers, TargetIndex, TargetLogits, largest_chunk
 from blockdraft.losses.kernel_choice import LogitKind, choose_rows
-from blockdraft.losses.objective import Objective, ObjectiveValue
+from blockdraft.losses.objective import BlockStatistics, Objective, ObjectiveValue, measure
 from blockdraft.losses.reduced import ReducedTarget
+from blockdraft.losses.rounds import run_bounds, whole_runs
 from blockdraft.losses.rows import Rows, RowSums, computing_dtype
 from blockdraft.losses.scores import Blocks, check_labels
-from blockdraft.losses.statistics import BlockStatistics, measure
 
 CHUNK_BYTES = 2**27
 """On a CPU, one buffer of logits is kept below this size, unless a single block is larger."""

@@ -10,12 +10,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from blockdraft.losses.objective import Objective
+from blockdraft.losses.objective import Objective, measure
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget
 from blockdraft.losses.rows import Rows, RowSums
 from blockdraft.losses.rows_triton import DTYPES, TritonRows
 from blockdraft.losses.scores import Blocks
-from blockdraft.losses.statistics import measure
 from blockdraft.selfcheck import SelfCheckError, compare, passes_check
 
 PART = "the objective's Triton kernels"
