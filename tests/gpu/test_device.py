@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from test_shared_rows import expanded, overlapping
 
 from blockdraft.data import Completion, TextDataset
-from blockdraft.decoding import generate, graphs
+from blockdraft.decoding import generate, rounds
 from blockdraft.drafters.attention import Anchors, FlexAttention, ReferenceAttention, check_flex
 from blockdraft.losses import fused_linear_objective, objective, objective_names
 from blockdraft.losses.head_products import TargetIndex
@@ -46,7 +46,7 @@ def _strictly(monkeypatch):
     """A part that fails its check is an error here; in a rehearsal, recordings stand in for CUDA graphs."""
     monkeypatch.setenv(STRICT, "1")
     if REHEARSAL:
-        monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+        monkeypatch.setitem(rounds.CAPTURES, "cpu", record)
 
 
 def now():

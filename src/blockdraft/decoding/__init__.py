@@ -1,9 +1,17 @@
 """Decode losslessly, with or without a drafter."""
 
 from blockdraft.decoding.costs import choose_num_proposals, measure_costs, round_costs
-from blockdraft.decoding.generation import Generation, OnVerdict, Round, generate
+from blockdraft.decoding.generation import (
+    Generation,
+    OnVerdict,
+    PromptLike,
+    Round,
+    generate,
+    prompt_ids,
+    room,
+)
 from blockdraft.decoding.proposals import AdaptiveProposals, ProposalChoice, RoundCosts, best_num_proposals
-from blockdraft.decoding.request import DecodingError, PromptLike, context_limit, prompt_ids, room
+from blockdraft.decoding.rounds import DecodingError
 
 __all__ = [
     "AdaptiveProposals",
@@ -16,7 +24,6 @@ __all__ = [
     "RoundCosts",
     "best_num_proposals",
     "choose_num_proposals",
-    "context_limit",
     "generate",
     "measure_costs",
     "prompt_ids",

@@ -16,9 +16,9 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from blockdraft.decoding.generation import Round, generate
+from blockdraft.decoding.generation import PromptLike, Round, generate
 from blockdraft.decoding.proposals import ProposalChoice, RoundCosts, best_num_proposals, lengths_of
-from blockdraft.decoding.request import DecodingError, PromptLike
+from blockdraft.decoding.rounds import DecodingError
 from blockdraft.drafters import Drafter, Proposal
 from blockdraft.errors import BlockdraftError
 from blockdraft.files import read_json, write_json

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from blockdraft.data import BatchSampler, Features, OnlineFeatures, TextDataset, collate, partition
-from blockdraft.decoding import generate
-from blockdraft.decoding.request import room
+from blockdraft.decoding import generate, room
 from blockdraft.distributed import Distributed
 from blockdraft.drafters import Drafter
 from blockdraft.losses import BlockStatistics, objective
