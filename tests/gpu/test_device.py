@@ -21,7 +21,7 @@ from blockdraft.losses.head_products import TargetIndex
 from blockdraft.losses.kernel_choice import LogitKind, check_kernels
 from blockdraft.selfcheck import STRICT
 from blockdraft.training import Trainer, estimate, trainer
-from blockdraft.training.resources import peak_memory
+from blockdraft.training.measuring import peak_memory
 from blockdraft.training.step import check_compiled
 
 from recording import record
