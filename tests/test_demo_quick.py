@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from blockdraft import demo
-from blockdraft.cli import demo as verb
+from blockdraft.cli import generate as verb
 from blockdraft.decoding import Generation, Round, RoundCosts, generate
 from blockdraft.demo import NothingShippedError, QuickAnswer, answer_twice, best_shipped, quick_prompts
 from blockdraft.drafters import SHIPPED, save_drafter

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from blockdraft.cli.study import _visible_gpus
+from blockdraft.cli.train import _visible_gpus
 from blockdraft.data import DataError
 from blockdraft.recipes import RecipeError
 from blockdraft.study import Study, StudyError, load_study, shipped_studies

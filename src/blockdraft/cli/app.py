@@ -12,21 +12,16 @@ from typer.core import TyperCommand, TyperGroup
 
 from blockdraft import __version__
 from blockdraft.cli.data import inspect, prompts, regenerate
-from blockdraft.cli.demo import demo
-from blockdraft.cli.doctor import doctor
-from blockdraft.cli.drafters import export, export_target, list_drafters
+from blockdraft.cli.drafters import doctor, export, export_target, list_drafters
 from blockdraft.cli.evaluate import evaluate, report
-from blockdraft.cli.generate import generate
-from blockdraft.cli.study import study
-from blockdraft.cli.train import estimate, list_recipes, show_recipe, train, validate_recipes
+from blockdraft.cli.generate import demo, generate
+from blockdraft.cli.options import one_line
+from blockdraft.cli.train import estimate, list_recipes, show_recipe, study, train, validate_recipes
 from blockdraft.errors import BlockdraftError, first_line, is_out_of_memory
 
 MISTAKE, INTERRUPTED = 2, 130
 """Exit codes: the user can mend it; the user pressed Ctrl-C. A bug shows its traceback and exits with 1."""
 
-
-LONGEST_LINE = 2000
-"""Characters; what is longer is no message but a path or a value without end."""
 
 OUT_OF_MEMORY = "there is not enough memory; ask for smaller batches, shorter texts or a smaller model"
 
@@ -135,13 +130,6 @@ def describe(error: OSError, out: object = None) -> str:
     if path is None:
         return f"standard output: {reason}" if error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF) else reason
     return f"{os.fsdecode(path) if isinstance(path, bytes) else path}: {reason}"
-
-
-def one_line(text: str) -> str:
-    """Return a text without line breaks and without characters that could command a terminal; the middle may go."""
-    if len(text) > LONGEST_LINE:
-        text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
-    return "".join(each if each.isprintable() else " " for each in text)
 
 
 def _failed(line: str, code: int) -> typer.Exit:

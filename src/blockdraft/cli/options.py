@@ -1,4 +1,4 @@
-"""Name, explain and check, once, the options that several verbs share.
+"""Name, explain and check, once, the options that several verbs share, and print what they have in common.
 
 Nothing here imports PyTorch, so that ``--help`` answers at once.
 """
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_SEED = 2**63 - 1
+
+LONGEST_LINE = 2000
+"""Characters; what is longer is no message but a path or a value without end."""
 
 
 class RuleName(StrEnum):
@@ -156,3 +159,10 @@ def print_json(values: Any) -> None:
     """Print plain values to stdout as JSON."""
     json.dump(values, sys.stdout, indent=2, ensure_ascii=False)
     print()
+
+
+def one_line(text: str) -> str:
+    """Return a text without line breaks and without characters that could command a terminal; the middle may go."""
+    if len(text) > LONGEST_LINE:
+        text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
+    return "".join(each if each.isprintable() else " " for each in text)
