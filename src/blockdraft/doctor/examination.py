@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from blockdraft.data import Completion, DataError, check_sampling, open_dataset, read_manifest
-from blockdraft.data.engine import tokens_at
+from blockdraft.data.conversation import tokens_at
 from blockdraft.decoding import DecodingError, room
 from blockdraft.doctor.configuration import check_configuration
 from blockdraft.doctor.folder import Diagnosis, Finding, Folder
