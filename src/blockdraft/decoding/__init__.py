@@ -1,16 +1,24 @@
 """Decode losslessly, with or without a drafter."""
 
-from blockdraft.decoding.costs import choose_num_proposals, measure_costs, round_costs
 from blockdraft.decoding.generation import (
     Generation,
     OnVerdict,
     PromptLike,
+    ProposalPolicy,
     Round,
     generate,
     prompt_ids,
     room,
 )
-from blockdraft.decoding.proposals import AdaptiveProposals, ProposalChoice, RoundCosts, best_num_proposals
+from blockdraft.decoding.proposals import (
+    AdaptiveProposals,
+    ProposalChoice,
+    RoundCosts,
+    best_num_proposals,
+    choose_num_proposals,
+    measure_costs,
+    round_costs,
+)
 from blockdraft.decoding.rounds import DecodingError
 
 __all__ = [
@@ -20,6 +28,7 @@ __all__ = [
     "OnVerdict",
     "PromptLike",
     "ProposalChoice",
+    "ProposalPolicy",
     "Round",
     "RoundCosts",
     "best_num_proposals",

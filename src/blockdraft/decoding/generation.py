@@ -5,6 +5,7 @@ What `generate` is asked for is checked before any model runs: the prompt, the s
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from blockdraft.decoding.proposals import AdaptiveProposals
 from blockdraft.decoding.rounds import DecodingError, Plan, RoundRunner, rounds_for
 from blockdraft.drafters import Drafter, Proposal, load_drafter
 from blockdraft.targets import Message, Sampling, Target, as_target
@@ -27,7 +27,6 @@ PromptLike = str | Sequence[Message] | Sequence[int] | Tensor
 
 SMALLEST_TEMPERATURE = 1e-6
 """Logits divided by less may overflow; the text is the greedy one long before."""
-
 
 OnVerdict = Callable[[Proposal, Tensor, Verdict], None]
 
@@ -85,6 +84,23 @@ class Generation:
         return self.prefill_seconds + sum(sum(r.seconds.values()) for r in self.rounds)
 
 
+class ProposalPolicy(ABC):
+    """Chooses the number of proposals of every round of one text, from what was committed before that round alone."""
+
+    @property
+    @abstractmethod
+    def largest(self) -> int:
+        """Give the largest number that it may choose."""
+
+    @abstractmethod
+    def next(self) -> int:
+        """Return how many tokens to propose in the next round: at least one."""
+
+    @abstractmethod
+    def update(self, proposed: int, accepted: int) -> None:
+        """Learn from a round that kept ``accepted`` of its proposals."""
+
+
 def generate(
     target: Target | PreTrainedModel | str | Path,
     drafter: Drafter | str | Path | None,
@@ -97,7 +113,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     draft_temperature: float | None = None,
-    num_proposals: int | AdaptiveProposals | None = None,
+    num_proposals: int | ProposalPolicy | None = None,
     max_new_tokens: int = 256,
     seed: int = 0,
     cuda_graphs: bool | None = None,
@@ -121,7 +137,8 @@ def generate(
         draft_temperature: of the drafter; the target's if not given. Every value is lossless, since the verifier is
             told the distribution that the drafts were sampled from.
         num_proposals: how many tokens the drafter proposes in each round, at most as many as it was trained to; that
-            many if not given. `AdaptiveProposals`, new for each text, chooses in every round. Every value is lossless.
+            many if not given. A policy such as `AdaptiveProposals`, new for each text, chooses in every round. Every
+            value is lossless.
         max_new_tokens: how many tokens the text may have; the last block is cut to it. Prompt, new tokens and one
             drafted block must fit into the target's ``max_position_embeddings``.
         seed: of all random streams; the same seed gives the same text.
@@ -145,7 +162,7 @@ def generate(
     ids = prompt_ids(target, prompt, raw=raw)
     check_room(target, drafter, len(ids), max_new_tokens)
     check_num_proposals(drafter, num_proposals)
-    policy, number = (num_proposals, None) if isinstance(num_proposals, AdaptiveProposals) else (None, num_proposals)
+    policy, number = (num_proposals, None) if isinstance(num_proposals, ProposalPolicy) else (None, num_proposals)
     if policy is not None and cuda_graphs:
         raise DecodingError("rounds of an adaptive number of proposals are not recorded as CUDA graphs; leave one out")
     plan = Plan(rule, sampling, draft_temperature, number)
@@ -170,7 +187,7 @@ class _Text:
         rounds: RoundRunner,
         ids: list[int],
         max_new_tokens: int,
-        policy: AdaptiveProposals | None,
+        policy: ProposalPolicy | None,
         on_round: Callable[[Round], None] | None,
         on_verdict: OnVerdict | None,
     ) -> None:
@@ -309,11 +326,11 @@ def check_seed(seed: int) -> None:
         raise DecodingError(f"the seed must fit into 64 bits; it is {seed}")
 
 
-def check_num_proposals(drafter: Drafter | None, asked: int | AdaptiveProposals | None) -> None:
+def check_num_proposals(drafter: Drafter | None, asked: int | ProposalPolicy | None) -> None:
     """Refuse a number of proposals that the drafter cannot make; None leaves it to the drafter."""
     if asked is None:
         return
-    num_proposals = asked.costs.num_proposals if isinstance(asked, AdaptiveProposals) else asked
+    num_proposals = asked.largest if isinstance(asked, ProposalPolicy) else asked
     if drafter is None:
         raise DecodingError("num_proposals says how many tokens a drafter proposes, and there is none; leave it out")
     if not 1 <= num_proposals <= drafter.config.num_proposals:
