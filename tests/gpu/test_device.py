@@ -17,8 +17,8 @@ from blockdraft.data import Completion, TextDataset
 from blockdraft.decoding import generate, rounds
 from blockdraft.drafters.attention import Anchors, FlexAttention, ReferenceAttention, check_flex
 from blockdraft.losses import fused_linear_objective, objective, objective_names
+from blockdraft.losses.fused import LogitKind, check_kernels
 from blockdraft.losses.head_products import TargetIndex
-from blockdraft.losses.kernel_choice import LogitKind, check_kernels
 from blockdraft.selfcheck import STRICT
 from blockdraft.training import Trainer, estimate, trainer
 from blockdraft.training.measuring import peak_memory
