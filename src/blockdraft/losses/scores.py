@@ -224,10 +224,6 @@ class Blocks:
 
     # Sums
 
-    def mean_over_valid(self, values: Tensor) -> Tensor:
-        """Return the mean ``[N]`` of ``values`` over each block's valid positions, 0 for an empty block."""
-        return self.sum_over_valid(values) / self.num_valid.clamp(min=1)
-
     def sum_over_valid(self, values: Tensor) -> Tensor:
         """Return the sum ``[N]`` of ``values`` over each block's valid positions."""
         return torch.where(self.valid, values, 0).sum(-1)
