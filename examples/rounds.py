@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.losses import Annealing, Blocks, objective
-from blockdraft.losses.anchor_runs import trace
+from blockdraft.losses.rounds import trace
 
 VOCAB_SIZE, BLOCK_SIZE, NUM_PHRASES, NUM_NEXT, NOISE = 10, 6, 16, 3, 0.05
 NUM_STEPS, NUM_RUNS, RUN_LENGTH, LEARNING_RATE = 600, 8, 16, 0.05

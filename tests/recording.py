@@ -41,7 +41,7 @@ class Recording(TorchDispatchMode):
 
 
 def record(phases, _streams):
-    """Record phases, as `blockdraft.decoding.graphs.Capture` says."""
+    """Record phases, as `blockdraft.decoding.rounds.Capture` says."""
     replays = []
     for phase in phases:
         with Recording() as recording:

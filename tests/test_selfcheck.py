@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blockdraft import selfcheck
-from blockdraft.losses import fused_linear_objective, kernel_choice, objective
+from blockdraft.losses import fused, fused_linear_objective, objective
 from blockdraft.selfcheck import STRICT, SelfCheckError, SelfCheckWarning, compare, passes_check
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_comparison(found, expected, is_close):
 
 
 def test_a_gpu_without_triton_takes_the_plain_path_and_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(fused, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setitem(sys.modules, "triton", None)
     data = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(9, 4), torch.randn(9, 4), torch.zeros(2, 3).long()
     with pytest.warns(SelfCheckWarning, match=r"Triton is not installed \(pip install 'blockdraft\[gpu\]'\)"):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockdraft.data import Conversation, EngineError, GenerationSettings, LocalEngine, Prompt
-from blockdraft.data.engine import tokens_at
+from blockdraft.data.conversation import tokens_at
 from blockdraft.decoding import generate
 from blockdraft.targets import Sampling
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from blockdraft import selfcheck
-from blockdraft.decoding import DecodingError, generate, graphs
-from blockdraft.decoding.graphs import SWITCH, rounded_capacity
+from blockdraft.decoding import DecodingError, generate, rounds
+from blockdraft.decoding.rounds import SWITCH, rounded_capacity
 from blockdraft.selfcheck import STRICT, SelfCheckError, SelfCheckWarning
 
 from recording import record
@@ -29,7 +29,7 @@ def eagerly(phases, _streams):
 @pytest.fixture
 def _captured(monkeypatch):
     """Treat the CPU as a device with graphs, and a failed check as an error."""
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    monkeypatch.setitem(rounds.CAPTURES, "cpu", record)
     monkeypatch.setenv(STRICT, "1")
 
 
@@ -67,7 +67,7 @@ def test_static_rounds_give_the_tokens_of_plain_ones(kind, changes, rule):
 @pytest.mark.parametrize("capture", [eagerly, record])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_every_family_and_sampling(family, capture, monkeypatch):
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", capture)
+    monkeypatch.setitem(rounds.CAPTURES, "cpu", capture)
     target, drafter = models("dflash", {}, family, dtype=torch.float32, eos=None)
     for options in ({"temperature": 0.7, "top_k": 7}, {"top_p": 0.8, "draft_temperature": 2.0, "num_proposals": 2}):
         static, plain = both(target, drafter, max_new_tokens=30, seed=3, **options)
@@ -78,7 +78,7 @@ def test_every_family_and_sampling(family, capture, monkeypatch):
 @pytest.mark.parametrize("kind", [None, pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
 def test_texts_fill_the_capacity_to_the_last_place(kind, monkeypatch):
     """Here graphs have no room beyond what was asked for; the last block reaches its end."""
-    monkeypatch.setattr(graphs, "rounded_capacity", lambda capacity: capacity)
+    monkeypatch.setattr(rounds, "rounded_capacity", lambda capacity: capacity)
     target, drafter = models(kind, {}, eos=None)
     for max_new_tokens in (60, 61, 64):
         static, plain = both(target, drafter, max_new_tokens=max_new_tokens)
@@ -129,7 +129,7 @@ def test_graphs_are_recorded_once_and_dropped_with_their_weights_or_for_room(mon
     static, plain = both(target, drafter, max_new_tokens=9)
     assert told(static) == told(plain)
     assert len(target.kept) == 1
-    monkeypatch.setattr(graphs, "KEPT_BYTES", 0)
+    monkeypatch.setattr(rounds, "KEPT_BYTES", 0)
     generate(target, None, PROMPT, max_new_tokens=9)
     assert len(target.kept) == 1
 
@@ -198,7 +198,7 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=itertools.count())
 def test_a_wrong_graph_is_reported_once_and_not_used(wrong, monkeypatch):
     monkeypatch.setattr(selfcheck, "_failures", {})
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", wrong)
+    monkeypatch.setitem(rounds.CAPTURES, "cpu", wrong)
     target, drafter = models("dflash", {})
     plain = generate(target, drafter, PROMPT, max_new_tokens=20, seed=5, cuda_graphs=False)
     with pytest.warns(
@@ -220,7 +220,7 @@ def test_graphs_can_be_turned_off_and_are_refused_where_there_are_none(monkeypat
     target, drafter = models("dflash", {})
     with pytest.raises(DecodingError, match="cuda_graphs needs a CUDA device"):
         generate(target, drafter, PROMPT, cuda_graphs=True)
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+    monkeypatch.setitem(rounds.CAPTURES, "cpu", record)
     monkeypatch.setenv(SWITCH, "0")
     generate(target, drafter, PROMPT, max_new_tokens=9)
     assert not target.kept

@@ -17,8 +17,7 @@ from blockdraft.decoding import (
     generate,
     measure_costs,
 )
-from blockdraft.decoding.costs import costs_file, measure_lengths, round_costs
-from blockdraft.decoding.proposals import lengths_of, tokens_per_second
+from blockdraft.decoding.proposals import costs_file, lengths_of, measure_lengths, round_costs, tokens_per_second
 from blockdraft.verification import law
 
 from tiny import EOS, tiny_drafter, tiny_target
@@ -105,7 +104,7 @@ def test_costs_are_remembered_per_models_and_machine(target, tmp_path, monkeypat
         asked.append(1)
         return costs(1, 2, 3, 4, 5)
 
-    monkeypatch.setattr("blockdraft.decoding.costs.measure_costs", measure)
+    monkeypatch.setattr("blockdraft.decoding.proposals.measure_costs", measure)
     for _ in range(2):
         assert round_costs(target, drafter, [[7]]) == costs(1, 2, 3, 4, 5)
     assert len(asked) == 1

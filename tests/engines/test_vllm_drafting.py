@@ -12,7 +12,7 @@ from blockdraft.decoding import generate
 from blockdraft.drafters import load_drafter
 from blockdraft.evaluation import load_tasks
 from blockdraft.export import export_drafter, export_target
-from blockdraft.export.card import vllm_config
+from blockdraft.export.engines import vllm_config
 from blockdraft.targets import load_target
 
 from overfitting import overfit_drafter

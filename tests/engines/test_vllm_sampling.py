@@ -9,7 +9,7 @@ import torch
 
 from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.export import export_drafter, export_target
-from blockdraft.export.card import BLOCK, vllm_config
+from blockdraft.export.engines import BLOCK, vllm_config
 from blockdraft.targets import load_target
 from blockdraft.training.initialization import initialise
 

@@ -11,8 +11,7 @@ from blockdraft.data import Prompt
 from blockdraft.drafters import find_drafter, load_drafter, save_drafter
 from blockdraft.evaluation import Evaluation, EvaluationError, Protocol, Task, load_candidates, read_profile
 from blockdraft.export import RunFacts, export_drafter, run_facts
-from blockdraft.export.card import licence_of
-from blockdraft.export.measured import evaluated
+from blockdraft.export.card import evaluated, licence_of
 from blockdraft.targets import fingerprint, load_target
 
 from runs import make_data, target, train

@@ -159,7 +159,7 @@ def _copy_file(source: str, destination: str) -> None:
 def warm_up(good: Path, room: Path) -> None:
     """Import and initialise here what children would otherwise import and initialise one by one."""
     for each in pkgutil.walk_packages(blockdraft_package.__path__, "blockdraft."):
-        if not each.name.endswith(("__main__", "kernels", "_triton", "kernel_ops")):
+        if not each.name.endswith(("__main__", "kernels", "_triton")):
             importlib.import_module(each.name)
     for name in ("anyio", "httpx2", "tenacity", "matplotlib.pyplot", "huggingface_hub", "datasets"):
         importlib.import_module(name)

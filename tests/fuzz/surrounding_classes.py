@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from blockdraft.decoding.costs import costs_file
+from blockdraft.decoding.proposals import costs_file
 from blockdraft.drafters import load_drafter
 from blockdraft.targets import load_target
 

@@ -32,8 +32,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from blockdraft.data import Batch, Completion, Features, LocalEngine, TextDataset
-from blockdraft.data.conversation import Request
-from blockdraft.data.engine import _Response
+from blockdraft.data.conversation import Request, _Response
 from blockdraft.decoding.rounds import Plan, RoundRunner
 from blockdraft.distributed import Distributed
 from blockdraft.drafters import DrafterConfig, build_drafter

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from test_shared_rows import expanded, overlapping
 
 from blockdraft.data import Completion, TextDataset
-from blockdraft.decoding import generate, graphs
+from blockdraft.decoding import generate, rounds
 from blockdraft.drafters.attention import Anchors, FlexAttention, ReferenceAttention, check_flex
 from blockdraft.losses import fused_linear_objective, objective, objective_names
+from blockdraft.losses.fused import LogitKind, check_kernels
 from blockdraft.losses.head_products import TargetIndex
-from blockdraft.losses.kernel_choice import LogitKind, check_kernels
 from blockdraft.selfcheck import STRICT
 from blockdraft.training import Trainer, estimate, trainer
-from blockdraft.training.resources import peak_memory
+from blockdraft.training.measuring import peak_memory
 from blockdraft.training.step import check_compiled
 
 from recording import record
@@ -46,7 +46,7 @@ def _strictly(monkeypatch):
     """A part that fails its check is an error here; in a rehearsal, recordings stand in for CUDA graphs."""
     monkeypatch.setenv(STRICT, "1")
     if REHEARSAL:
-        monkeypatch.setitem(graphs.CAPTURES, "cpu", record)
+        monkeypatch.setitem(rounds.CAPTURES, "cpu", record)
 
 
 def now():

@@ -18,8 +18,8 @@ from blockdraft.losses import (
     Blocks,
     Objective,
     ReducedTarget,
+    fused,
     fused_linear_objective,
-    kernel_choice,
     objective,
     restrict_labels,
     restrict_target,
@@ -58,14 +58,14 @@ def _several_tiles(monkeypatch):
 @pytest.fixture
 def _trusted(monkeypatch):
     """The check on first use has tests of its own."""
-    monkeypatch.setattr(kernel_choice, "passes_check", lambda *_, **__: True)
+    monkeypatch.setattr(fused, "passes_check", lambda *_, **__: True)
 
 
 @pytest.fixture
 def _unchecked(monkeypatch):
     """A process in which nothing has been checked, and whose device asks for kernels."""
-    monkeypatch.setattr(kernel_choice, "KERNEL_DEVICES", (DEVICE.type,))
-    monkeypatch.setattr(kernel_choice, "CHECK_VOCABULARY", 48)
+    monkeypatch.setattr(fused, "KERNEL_DEVICES", (DEVICE.type,))
+    monkeypatch.setattr(fused, "CHECK_VOCABULARY", 48)
     monkeypatch.delenv(STRICT, raising=False)
     _failures.clear()
     yield
@@ -375,8 +375,8 @@ def test_right_kernels_pass_and_are_used(dtype, vocab_size, monkeypatch):
 @pytest.mark.parametrize(("name", "options"), ONE_OF_A_KIND)
 @pytest.mark.parametrize("is_reduced", [False, True])
 def test_right_kernels_pass_for_every_objective(name, options, is_reduced):
-    kind = kernel_choice.LogitKind(torch.bfloat16, torch.float32, 37, DEVICE, is_partial=is_reduced)
-    assert kernel_choice.choose_rows(objective(name, **options), kind) is TritonRows
+    kind = fused.LogitKind(torch.bfloat16, torch.float32, 37, DEVICE, is_partial=is_reduced)
+    assert fused.choose_rows(objective(name, **options), kind) is TritonRows
 
 
 def count_calls(monkeypatch, name, spoil=None):

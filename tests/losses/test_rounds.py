@@ -15,8 +15,8 @@ from blockdraft.losses import (
     objective,
     restrict_labels,
 )
-from blockdraft.losses.anchor_runs import AnchorRuns, run_bounds, trace, whole_runs
 from blockdraft.losses.reference import expected_rounds, occupancies, reference_loss, reference_scores
+from blockdraft.losses.rounds import AnchorRuns, run_bounds, trace, whole_runs
 
 from batches import Batch, batch
 from toys import text_toy

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blockdraft.pocket.build import __main__ as command
 from blockdraft.pocket.build import training
-from blockdraft.pocket.build.quality import SAMPLES, answers, exact_answers, perplexity, prompts_of
+from blockdraft.pocket.build.__main__ import SAMPLES, answers, exact_answers, perplexity, prompts_of
 from blockdraft.pocket.build.training import PocketTrainer, Settings, SettingsError, Shape, Stage, grow, new_model
 from blockdraft.pocket.corpus import heldout
 from blockdraft.pocket.corpus.functions import parses

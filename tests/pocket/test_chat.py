@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from blockdraft.pocket.build.quality import CHAT_KINDS, SAMPLES
+from blockdraft.pocket.build.__main__ import CHAT_KINDS, SAMPLES
 from blockdraft.pocket.corpus import examples
 from blockdraft.pocket.corpus.dice import TOPICS, Dice, words
 from blockdraft.pocket.corpus.knowledge import BY_GROUP, THINGS, describe_thing, is_right, plural

@@ -4,7 +4,7 @@ import pytest
 
 from blockdraft.evaluation.results import Interval
 from blockdraft.reports import headlines, read_evaluations
-from blockdraft.reports.headlines import Gain
+from blockdraft.reports.comparison import Gain
 
 import synthetic
 

@@ -6,8 +6,7 @@ import pytest
 
 from blockdraft.reports import read_evaluations, tables
 from blockdraft.study import load_study
-from blockdraft.study.seeds import Spread, mean_over_seeds
-from blockdraft.study.summary import summarize
+from blockdraft.study.summary import Spread, mean_over_seeds, summarize
 
 from synthetic import paired, results, traces, write
 

@@ -9,8 +9,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from blockdraft.selfcheck import SelfCheckWarning
 from blockdraft.targets import Target, decoder
+from blockdraft.targets.attention import MASKED_ROWS
 from blockdraft.targets.decoder import PACKED_SIZE, Decoder, Product, can_pack, decoder_of
-from blockdraft.targets.positions import MASKED_ROWS
 
 from tiny import FAMILIES, tiny_model, tiny_target
 

@@ -7,7 +7,7 @@ from blockdraft.drafters import DrafterConfig, build_drafter
 from blockdraft.recipes import RecipeError, load_recipe
 from blockdraft.targets import load_target, target_shape
 from blockdraft.training import estimate, fit
-from blockdraft.training.resources import named_peak_rate
+from blockdraft.training.measuring import named_peak_rate
 
 
 def of(name, assignments=(), **changes):

@@ -125,8 +125,8 @@ def export(
     from blockdraft.drafters.checkpoint import load_config, load_json, stored_dtype
     from blockdraft.drafters.formats import FORMATS
     from blockdraft.export import check_export, engine_notes, export_drafter, original_format, run_facts
-    from blockdraft.export.card import STATE_SAMPLING, embedded_note
-    from blockdraft.export.measured import evaluated
+    from blockdraft.export.card import evaluated
+    from blockdraft.export.engines import STATE_SAMPLING, embedded_note
 
     if checkpoint is None or out is None:
         raise typer.BadParameter("say which DRAFTER to write and where with --out, or check an export with --check")

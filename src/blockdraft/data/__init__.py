@@ -1,8 +1,15 @@
 """Make training data from the target itself: prompts, regenerated responses, batches of blocks."""
 
 from blockdraft.data.batches import Batch, BatchSampler, TextAnchors, collate, partition
-from blockdraft.data.conversation import Completion, Conversation, GenerationSettings, Request
-from blockdraft.data.engine import Engine, EngineError, LocalEngine
+from blockdraft.data.conversation import (
+    Completion,
+    Conversation,
+    Engine,
+    EngineError,
+    GenerationSettings,
+    LocalEngine,
+    Request,
+)
 from blockdraft.data.features import CachedFeatures, Features, OnlineFeatures, build_cache
 from blockdraft.data.manifest import DataError, Manifest, read_manifest
 from blockdraft.data.prompts import Prompt, PromptError, read_prompts, write_prompts

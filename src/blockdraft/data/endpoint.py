@@ -24,7 +24,7 @@ from blockdraft.data.completions import (
     gives_ids,
     has_choices,
 )
-from blockdraft.data.engine import EngineError
+from blockdraft.data.conversation import EngineError
 
 if TYPE_CHECKING:
     import ssl

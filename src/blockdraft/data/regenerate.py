@@ -14,8 +14,15 @@ import transformers
 from pydantic import TypeAdapter
 
 import blockdraft
-from blockdraft.data.conversation import Completion, Conversation, GenerationSettings, prompt_id_of, response_id
-from blockdraft.data.engine import Engine, LocalEngine
+from blockdraft.data.conversation import (
+    Completion,
+    Conversation,
+    Engine,
+    GenerationSettings,
+    LocalEngine,
+    prompt_id_of,
+    response_id,
+)
 from blockdraft.data.manifest import (
     MANIFEST,
     DataError,

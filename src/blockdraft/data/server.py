@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from blockdraft.data.completions import PromptFormat, Query, Reply, UnusableError, response_ids
-from blockdraft.data.conversation import Conversation, GenerationSettings, Request
+from blockdraft.data.conversation import Conversation, Engine, EngineError, GenerationSettings, Request
 from blockdraft.data.endpoint import (
     ABOUT_THE_ROW,
     REFUSALS,
@@ -32,7 +32,6 @@ from blockdraft.data.endpoint import (
     probed,
     served_model,
 )
-from blockdraft.data.engine import Engine, EngineError
 from blockdraft.data.prompts import Prompt
 from blockdraft.targets import Sampling, Target
 

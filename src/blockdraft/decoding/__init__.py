@@ -1,9 +1,25 @@
 """Decode losslessly, with or without a drafter."""
 
-from blockdraft.decoding.costs import choose_num_proposals, measure_costs, round_costs
-from blockdraft.decoding.generation import Generation, OnVerdict, Round, generate
-from blockdraft.decoding.proposals import AdaptiveProposals, ProposalChoice, RoundCosts, best_num_proposals
-from blockdraft.decoding.request import DecodingError, PromptLike, context_limit, prompt_ids, room
+from blockdraft.decoding.generation import (
+    Generation,
+    OnVerdict,
+    PromptLike,
+    ProposalPolicy,
+    Round,
+    generate,
+    prompt_ids,
+    room,
+)
+from blockdraft.decoding.proposals import (
+    AdaptiveProposals,
+    ProposalChoice,
+    RoundCosts,
+    best_num_proposals,
+    choose_num_proposals,
+    measure_costs,
+    round_costs,
+)
+from blockdraft.decoding.rounds import DecodingError
 
 __all__ = [
     "AdaptiveProposals",
@@ -12,11 +28,11 @@ __all__ = [
     "OnVerdict",
     "PromptLike",
     "ProposalChoice",
+    "ProposalPolicy",
     "Round",
     "RoundCosts",
     "best_num_proposals",
     "choose_num_proposals",
-    "context_limit",
     "generate",
     "measure_costs",
     "prompt_ids",

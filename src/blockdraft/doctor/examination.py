@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from blockdraft.data import Completion, DataError, check_sampling, open_dataset, read_manifest
-from blockdraft.data.engine import tokens_at
-from blockdraft.decoding.request import DecodingError, context_limit, room
+from blockdraft.data.conversation import tokens_at
+from blockdraft.decoding import DecodingError, room
 from blockdraft.doctor.configuration import check_configuration
 from blockdraft.doctor.folder import Diagnosis, Finding, Folder
 from blockdraft.doctor.readings import Clinic, Reading, choices_for, fitting, pooled, reading_findings
@@ -137,7 +137,7 @@ def _check_room(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens
     fits = room(target, None, max(map(len, prompts)))
     if fits is not None and max_new_tokens + num_slots > fits:
         raise DecodingError(
-            f"{target.name} reads at most {context_limit(target):,} tokens, and texts of {max_new_tokens:,} new ones "
+            f"{target.name} reads at most {target.context_length:,} tokens, and texts of {max_new_tokens:,} new ones "
             f"with a block behind them are longer; set --max-new-tokens to at most {fits - num_slots:,}"
         )
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from blockdraft.drafters.config import DrafterConfig
+from blockdraft.targets.attention import DevicePositions, HostPositions, Masks, Positions, RotaryTable, rotated
 from blockdraft.targets.decoder import FusedLayer, Norm, Product, norm_of
-from blockdraft.targets.positions import DevicePositions, HostPositions, Masks, Positions, RotaryTable, rotated
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -1,7 +1,7 @@
 """Write drafters and targets as folders that serving engines read; use drafters as assistants of transformers."""
 
-from blockdraft.export.assistant import as_assistant
-from blockdraft.export.card import EngineNote, RunFacts, engine_notes, run_facts
+from blockdraft.export.card import RunFacts, run_facts
+from blockdraft.export.engines import EngineNote, as_assistant, engine_notes
 from blockdraft.export.folders import Checked, Exported, check_export, export_drafter, export_target, original_format
 from blockdraft.export.shipping import ship
 

@@ -1,12 +1,11 @@
-"""Say what engines do with an exported drafter, and write its model card.
+"""Write a drafter's model card: what its run's folder tells of it, how it drafts, and how to serve it.
 
-What engines do was read from the released packages: vLLM 0.32.0, SGLang 0.5.23, transformers 5.22. The defaults of
-both servers throw away what block verification gains, so every command here states its settings. The card holds what
-the run's folder tells of the drafter, and how to serve it. Nothing is guessed.
+Of how it drafts, lengths and acceptance by position, there are three sources: an evaluation that has this drafter in
+it, what is recorded of a drafter that comes with the package, and the held-out measurement of the run that trained it.
+Nothing is guessed.
 """
 
-import json
-import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,164 +14,41 @@ import torch
 import yaml
 
 from blockdraft.data import DataError, Manifest, read_manifest
-from blockdraft.drafters import DrafterConfig, SlotLayout, build_drafter
+from blockdraft.drafters import Drafter, DrafterConfig, build_drafter
 from blockdraft.drafters.formats import Format, Surroundings, frozen_names
-from blockdraft.evaluation.candidates import ShippedDrafter, shipped_record
-from blockdraft.export.measured import UNKNOWN, Evaluated, evaluation_in_words, heldout_in_words, record_in_words
+from blockdraft.evaluation import read_profile, read_results
+from blockdraft.evaluation.candidates import Candidate, MeasuredLengths, Measurement, ShippedDrafter, shipped_record
+from blockdraft.evaluation.results import AcceptanceRates, EvaluationError, Profile, ProfileEntry, Results
+from blockdraft.export.engines import STATE_SAMPLING, embedded_note, engine_notes
 from blockdraft.runs import Run, RunInfo
 from blockdraft.targets import Target, fingerprint
-
-BLOCK: dict[str, str | int] = {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
-"""vLLM's two settings for block verification of sampled drafts."""
-
-STATE_SAMPLING = (
-    "Servers apply the target's generation_config.json to requests that do not state every sampling field: send "
-    "temperature, top_p and top_k."
-)
-
-
-def embedded_note(target: str) -> str | None:
-    """Say how engines come to an embedded target, which no hub knows by its name; None for any other target."""
-    if target not in EMBEDDED_LICENCES:
-        return None
-    return (
-        f"{target} is embedded in blockdraft. Before you serve it, write it as a folder that engines can load, where "
-        f"you start the engine: blockdraft export-target {target} --out {target}"
-    )
-
-
-@dataclass(frozen=True)
-class EngineNote:
-    """Says what one engine does with an exported drafter at temperatures above 0.
-
-    engine: its name, and the version whose sources were read.
-    served: whether it can read and run the folder.
-    drafts: ``sampled`` from the drafter's distribution, or ``greedy``, its argmax; None if it is not served.
-    verification: ``block`` or ``token``, under the command; None if it is not served.
-    command: how to serve it, on the command line or in Python; None if it is not served.
-    notes: what to watch for; the reason, if it is not served.
-    language: of the command, ``sh`` or ``python``.
-    """
-
-    engine: str
-    served: bool
-    drafts: str | None
-    verification: str | None
-    command: str | None
-    notes: tuple[str, ...]
-    language: str = "sh"
-
-    @classmethod
-    def unserved(cls, engine: str, reason: str) -> "EngineNote":
-        """Say that an engine cannot serve this folder, and why."""
-        return cls(engine, False, None, None, None, (reason,))
-
-    @property
-    def summary(self) -> str:
-        """Give one line: the engine and what it does."""
-        if not self.served:
-            return f"{self.engine} does not serve this folder: {self.notes[0]}"
-        return f"{self.engine}: {self.drafts} drafts, {self.verification} verification"
-
-
-def engine_notes(config: DrafterConfig, flavour: Format, target: str, drafter: str) -> list[EngineNote]:
-    """Return what each engine does with a drafter.
-
-    Args:
-        config: of the drafter.
-        flavour: the format it was exported in.
-        target, drafter: names or paths to put into the commands.
-    """
-    return [
-        _vllm(config, target, drafter),
-        _sglang(config, flavour, target, drafter),
-        _transformers(config, target, drafter),
-    ]
-
-
-def vllm_config(config: DrafterConfig, drafter: str, *, block: bool = False) -> dict[str, str | int]:
-    """Return vLLM's ``--speculative-config``; its default verifies tokens one by one and drafts greedily."""
-    plain: dict[str, str | int] = {
-        "method": config.kind,
-        "model": drafter,
-        "num_speculative_tokens": config.num_proposals,
-    }
-    return plain | BLOCK if block else plain
-
-
-def vllm_command(config: DrafterConfig, target: str, drafter: str) -> str:
-    """Return vLLM's command for block verification with sampled drafts."""
-    settings = json.dumps(vllm_config(config, drafter, block=True))
-    return f"vllm serve {shlex.quote(target)} --speculative-config \\\n    {shlex.quote(settings)}"
-
-
-def sglang_command(config: DrafterConfig, target: str, drafter: str) -> str:
-    """Return SGLang's command; it counts the anchor's slot in DFlash's draft tokens, but not in DSpark's block size."""
-    settings = (
-        f"--speculative-num-draft-tokens {config.num_slots}"
-        if config.kind == "dflash"
-        else f"--speculative-dspark-block-size {config.num_proposals} --speculative-use-block-verification"
-    )
-    return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(target)} \\\n"
-        f"    --speculative-algorithm {config.kind.upper()} --speculative-draft-model-path {shlex.quote(drafter)} \\\n"
-        f"    {settings}"
-    )
-
-
-def _vllm(config: DrafterConfig, target: str, drafter: str) -> EngineNote:
-    engine = "vLLM 0.32"
-    if config.markov_head in ("gated", "rnn"):
-        return EngineNote.unserved(engine, f"it has the vanilla Markov head only; this one is {config.markov_head}")
-    refused = "refuses DSpark" if config.kind == "dspark" else 'accepts "block", ignores it, and drafts greedily'
-    defaults = (
-        "Keep both settings of the command: by default vLLM drafts greedily and verifies token by token, and with "
-        "greedy drafts block verification gains nothing."
-    )
-    runner = f"Both need the V2 model runner, the default where Triton runs; the V1 runner of CPU builds {refused}."
-    return EngineNote(engine, True, "sampled", "block", vllm_command(config, target, drafter), (defaults, runner))
-
-
-def _sglang(config: DrafterConfig, flavour: Format, target: str, drafter: str) -> EngineNote:
-    engine = "SGLang 0.5.23"
-    if flavour == "speculators":
-        reason = "it does not read this format; `blockdraft export --format flat` writes the one it reads"
-        return EngineNote.unserved(engine, reason)
-    command = sglang_command(config, target, drafter)
-    if config.kind == "dflash":
-        note = (
-            "SGLang takes the argmax of a DFlash drafter at every temperature, so --speculative-use-block-verification "
-            "has no effect and what training for block verification gained is lost. vLLM samples the same drafter."
-        )
-        return EngineNote(engine, True, "greedy", "token", command, (note,))
-    note = (
-        "Keep --speculative-use-block-verification: by default SGLang verifies token by token. It needs CUDA or ROCm."
-    )
-    return EngineNote(engine, True, "sampled", "block", command, (note,))
-
-
-def _transformers(config: DrafterConfig, target: str, drafter: str) -> EngineNote:
-    engine = "transformers 5.22"
-    if config.kind == "dspark":
-        return EngineNote.unserved(engine, "its generate() has no Markov head; blockdraft's own generate() has")
-    if config.slot_layout is not SlotLayout.FILL_IN:
-        return EngineNote.unserved(engine, "its generate() discards slot 0, which predicts a token here")
-    command = (
-        "import blockdraft as bd\n"
-        f"target = bd.load_target({target!r})\n"
-        f"assistant = bd.as_assistant(bd.load_drafter({drafter!r}, target))\n"
-        "target.model.generate(\n"
-        '    **inputs, assistant_model=assistant, speculation_type="dflash", do_sample=True, top_k=0\n'
-        ")"
-    )
-    notes = ("It verifies token by token; blockdraft's own generate() verifies blocks.",)
-    return EngineNote(engine, True, "sampled", "token", command, notes, language="python")
-
+from blockdraft.verification import RULES
 
 CARD = "README.md"
+UNKNOWN = "not recorded"
 NAMES = {"dflash": "DFlash", "dspark": "DSpark"}
 EMBEDDED_LICENCES = {"pocket": "apache-2.0", "smollm2": "apache-2.0"}
 """Of the embedded targets: this package's own, and what the metadata of SmolLM2's file says."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Holds what an evaluation found of one drafter: its results, and the entries of its acceptance profile."""
+
+    results: Results
+    profile: Profile
+    entries: list[ProfileEntry]
+
+
+def evaluated(folder: str | Path, drafter: Drafter) -> Evaluated:
+    """Read what an evaluation found of a drafter, which it must have under the same weights and configuration."""
+    results, profile = read_results(folder), read_profile(folder)
+    own = Candidate("", Path(), drafter).fingerprint
+    name = next((each.name for each in results.drafters if each.fingerprint == own), None)
+    if name is None:
+        there = ", ".join(f"{each.name} ({each.fingerprint})" for each in results.drafters)
+        raise EvaluationError(f"{folder} has no drafter with these weights, whose fingerprint is {own}; it has {there}")
+    return Evaluated(results, profile, [each for each in profile.entries if each.drafter == name])
 
 
 @dataclass(frozen=True)
@@ -379,6 +255,78 @@ def _serving(config: DrafterConfig, flavour: Format, verifier: str) -> str:
     return "\n\n".join(filter(None, [embedded_note(verifier), *parts, STATE_SAMPLING]))
 
 
+def evaluation_in_words(found: Evaluated) -> str:
+    """Return lengths by rule, and acceptance by position, of an evaluation."""
+    settings = found.results.settings
+    tasks = ", ".join(f"{each.num_decoded or each.num_prompts} prompts of {each.title}" for each in found.results.tasks)
+    rows = [
+        "| rule | draft temperature | tokens per call, macro | tokens per call, micro | calls |",
+        "|" + " -- |" * 5,
+    ]
+    for each in found.entries:
+        lengths = " | ".join(f"{rates.acceptance_length:.2f}" for rates in (each.macro, each.micro))
+        rows.append(f"| {each.rule} | {_draft_temperature(each)} | {lengths} | {each.num_rounds:,} |")
+    averaging = found.profile.averaging
+    opening = (
+        f"By decoding {tasks}, at the target's temperature {found.profile.temperature:g}, up to "
+        f"{settings['max_new_tokens']} tokens an answer. Tokens per verification call count correction and bonus "
+        f"tokens, and nothing after an end token. Macro is the {averaging['macro']}; micro is {averaging['micro']}."
+    )
+    positions = (
+        "Acceptance by position i, micro. Marginal is the share of calls that accept at least i drafted tokens; "
+        "conditional is the same among the calls that accept i - 1."
+    )
+    return "\n\n".join([opening, "\n".join(rows), positions, "\n".join(_positions(found.entries))])
+
+
+def _positions(entries: list[ProfileEntry]) -> list[str]:
+    num = max((each.num_proposals for each in entries), default=0)
+    rows = ["| rule | draft temperature | |" + "".join(f" {i} |" for i in range(1, num + 1)), "|" + " -- |" * (num + 3)]
+    for each in entries:
+        rates: AcceptanceRates = each.micro
+        marginal = [f" {value:.2f} |" for value in rates.marginal]
+        conditional = [f" {'-' if value is None else f'{value:.2f}'} |" for value in rates.conditional]
+        start = f"| {each.rule} | {_draft_temperature(each)} |"
+        rows += [f"{start} marginal |{''.join(marginal)}", f"{start} conditional |{''.join(conditional)}"]
+    return rows
+
+
+def _draft_temperature(entry: ProfileEntry | MeasuredLengths) -> str:
+    return "argmax" if entry.draft_temperature == 0 else f"{entry.draft_temperature:g} ({entry.choice})"
+
+
+def heldout_in_words(measured: Mapping[str, float], num_proposals: int) -> str:
+    """Return what a run measured on held-out texts."""
+    rows: list[tuple[str, Any]] = [
+        (f"{rule} verification", f"{measured[f'heldout_length_{rule}']:.3f}") for rule in RULES
+    ]
+    rows.append(("token accuracy", f"{measured['heldout_token_accuracy']:.3f}"))
+    return (
+        f"Expected accepted tokens of a block of {num_proposals}, correction and bonus token not counted, over "
+        f"{measured['heldout_num_blocks']:,.0f} blocks of held-out texts of the same data, without decoding:\n\n"
+        + markdown_table(rows)
+    )
+
+
+def record_in_words(record: ShippedDrafter) -> str:
+    """Return what is recorded of a drafter that comes with the package."""
+    found: Measurement | None = record.measured
+    if found is None:
+        return f"Tokens per verification call: {UNKNOWN}."
+    whose = "the weights of the run, before they were rounded" if found.weights == "run" else "these weights"
+    tasks = ", ".join(f"{num} prompts of {name}" for name, num in found.tasks.items())
+    rows = ["| rule | draft temperature | predicted tokens per call | measured | speed-up |", "|" + " -- |" * 5]
+    for each in found.lengths:
+        lengths = f"{each.predicted_length.shown()} | {each.acceptance_length.shown()}"
+        rows.append(f"| {each.rule} | {_draft_temperature(each)} | {lengths} | {each.speedup.value:.2f} |")
+    return (
+        f"With {whose}, at the target's temperature {found.temperature:g}, up to {found.max_new_tokens} tokens an "
+        f"answer; means over {tasks}, with 95% intervals over prompts. The speed-up is that of the machine that "
+        "measured it.\n\n" + "\n".join(rows)
+    )
+
+
 def markdown_table(rows: list[tuple[str, Any]]) -> str:
+    """Write names and values as a table without a heading; None is not recorded."""
     lines = [f"| {name} | {UNKNOWN if value is None else value} |" for name, value in rows]
     return "\n".join(["| | |", "| --- | --- |", *lines])

@@ -30,9 +30,16 @@ from blockdraft.evaluation.candidates import (
     TrainingTexts,
     label_of,
 )
-from blockdraft.export.card import EMBEDDED_LICENCES, NAMES, markdown_table, public_name, save_card
+from blockdraft.export.card import (
+    EMBEDDED_LICENCES,
+    NAMES,
+    UNKNOWN,
+    markdown_table,
+    public_name,
+    record_in_words,
+    save_card,
+)
 from blockdraft.export.folders import DRAFTER_FILES, replacing
-from blockdraft.export.measured import UNKNOWN, record_in_words
 from blockdraft.files import Provenance
 from blockdraft.recipes import Recipe, load_recipe, shipped_names
 from blockdraft.runs import Run

@@ -6,23 +6,23 @@ vocabulary below them. `bv`, `rounds` and `baselines` turn them into objectives,
 restates every objective as slow loops, for tests.
 """
 
-from blockdraft.losses.anchor_runs import AnchorRuns
 from blockdraft.losses.baselines import CE, DPACE, E2ETV, KL, LK, RKL, TV, DSparkMixture, LKHybrid, TokenObjective
 from blockdraft.losses.bv import BV, PrefixObjective, TokenBV, block_scores
 from blockdraft.losses.fused import fused_linear_objective
 from blockdraft.losses.objective import (
     PAPER_SETTINGS,
     Annealing,
+    BlockStatistics,
     Objective,
     ObjectiveValue,
+    block_statistics,
     objective,
     objective_names,
     register,
 )
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget, restrict_labels, restrict_target
-from blockdraft.losses.rounds import Rounds
+from blockdraft.losses.rounds import AnchorRuns, Rounds
 from blockdraft.losses.scores import Blocks
-from blockdraft.losses.statistics import BlockStatistics, block_statistics
 
 __all__ = [
     "BV",

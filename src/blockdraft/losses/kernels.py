@@ -6,7 +6,7 @@ row: no reduction inside the loop, and partial sums short enough to keep all
 digits. Rows that are not valid are not read. The derivation, with the bytes
 that each pass moves, is in ``docs/theory/kernels.md``.
 
-Importing this module imports Triton; `blockdraft.losses.kernel_ops` does so when the first kernel runs.
+Importing this module imports Triton; `blockdraft.losses.rows_triton` does so when the first kernel runs.
 """
 
 import contextlib

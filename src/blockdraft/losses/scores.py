@@ -12,7 +12,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from blockdraft.losses.anchor_runs import AnchorRuns
 from blockdraft.losses.reduced import OUTSIDE, ReducedTarget
 from blockdraft.losses.rows import LOG_ZERO, Rows, RowSums
 
@@ -29,7 +28,7 @@ class Blocks:
         reduced: what is known of the target beyond a reduced draft vocabulary (see
             `blockdraft.losses.reduced`). Logits and labels are then those of this vocabulary, and the
             last valid label of a block may be `OUTSIDE`.
-        segments: ``[N]`` the run that each block belongs to (see `blockdraft.losses.anchor_runs`): blocks of one id
+        segments: ``[N]`` the run that each block belongs to (see `blockdraft.losses.rounds`): blocks of one id
             stand at consecutive anchors of one text, in order. None for blocks that have nothing to do with
             each other.
         target_index: ``[N, B]`` which row of the target each position reads, where positions share rows; the target's
@@ -44,6 +43,7 @@ class Blocks:
     Attributes:
         labels, valid: as given, labels with zeros where they are not valid.
         inside: ``[N, B]`` bool, the valid positions whose label the drafter can draft.
+        segments, runs_checked: as given.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Blocks:
                 log_z = torch.where(self.valid.reshape(-1), log_z, math.log(vocab_size))
                 nobody = torch.full_like(target_logits[:, 0], -LOG_ZERO, dtype=log_z.dtype)  # p = 0 where none reads
                 log_z = nobody.scatter(0, target_index.reshape(-1), log_z)
-        self._reduced, self._segments, self._for_statistics = reduced, segments, for_statistics
-        self._runs_checked = runs_checked
+        self._reduced, self._for_statistics = reduced, for_statistics
+        self.segments, self.runs_checked = segments, runs_checked
         self.rows = rows(
             draft_logits.reshape(-1, vocab_size),
             None if target_logits is None else target_logits.reshape(-1, vocab_size),
@@ -222,16 +222,7 @@ class Blocks:
             )
         return self._reduced.argmax
 
-    # Runs of anchors, and sums
-
-    @cached_property
-    def runs(self) -> AnchorRuns:
-        """Give the runs of consecutive anchors that the blocks form."""
-        return AnchorRuns.of(self._segments, self.labels, self.valid, checked=self._runs_checked)
-
-    def mean_over_valid(self, values: Tensor) -> Tensor:
-        """Return the mean ``[N]`` of ``values`` over each block's valid positions, 0 for an empty block."""
-        return self.sum_over_valid(values) / self.num_valid.clamp(min=1)
+    # Sums
 
     def sum_over_valid(self, values: Tensor) -> Tensor:
         """Return the sum ``[N]`` of ``values`` over each block's valid positions."""

@@ -12,8 +12,7 @@ class MissingExtraError(BlockdraftError, ImportError):
 
 try:
     from blockdraft.reports.comparison import Comparison, read_evaluations
-    from blockdraft.reports.headlines import Headline, headlines
-    from blockdraft.reports.page import ReportFiles, write_report
+    from blockdraft.reports.page import Headline, ReportFiles, headlines, write_report
     from blockdraft.reports.paper_tables import tables
     from blockdraft.reports.table import Table
 except ModuleNotFoundError as error:

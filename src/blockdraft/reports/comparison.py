@@ -1,4 +1,8 @@
-"""Join several evaluations: targets and drafters, each with a name of its own, and what was measured of them."""
+"""Join several evaluations: targets and drafters, each with a name of its own, and what was measured of them.
+
+A gain of one drafter over another is a number only where its interval leaves no doubt about its sign: the interval of
+the paired ratio if the evaluation has one, otherwise the two separate intervals, which must not overlap.
+"""
 
 import re
 from collections import Counter
@@ -29,6 +33,8 @@ KINDS = {"dflash": "DFlash", "dspark": "DSpark"}
 GROUPS = {"math": "Math", "code": "Code", "chat": "Chat"}
 LABELS = ("CE", "KL", "RKL", "TV", "LK", "BV w/o annealing", "BV")
 """The objectives of the paper's tables, in their order. "BV" is the paper's form with the paper's schedule only."""
+
+TOO_FEW = "too few prompts for an interval"
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,45 @@ class Spent:
     def phases(self) -> list[str]:
         """Give the phases that were timed, in the order of a round."""
         return [*(p for p in PHASES if p in self.seconds), *sorted(set(self.seconds).difference(PHASES))]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Says by how much one drafter is ahead of another one.
+
+    ratio: of the two means; 1 is no difference. settled: whether there is no doubt which drafter is ahead.
+    basis: what that rests on, in words. span: the 95% interval of the gain, if it is known.
+    """
+
+    ratio: float
+    settled: bool
+    basis: str
+    span: str | None = None
+
+    @classmethod
+    def paired(cls, ratio: Interval) -> "Gain":
+        """Take the ratio of two means over the same resampled prompts."""
+        if ratio.bounds is None:
+            return cls(ratio.value, False, TOO_FEW)
+        span = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
+        return cls(ratio.value, ratio.low > 1 or ratio.high < 1, f"95% interval {span}", span)
+
+    @classmethod
+    def unpaired(cls, new: Interval, old: Interval) -> "Gain":
+        """Compare two means of which only their own intervals are known."""
+        ratio = new.value / old.value if old.value else float("nan")
+        if new.bounds is None or old.bounds is None:
+            return cls(ratio, False, TOO_FEW)
+        apart = new.low > old.high or new.high < old.low
+        return cls(ratio, apart, f"their 95% intervals {'do not ' if apart else ''}overlap")
+
+    @property
+    def figure(self) -> str | None:
+        """Give the gain in percent, or None if it is not settled."""
+        return f"{self.ratio - 1:+.1%}" if self.settled else None
+
+    def __str__(self) -> str:
+        return f"{self.figure or 'undecided'} ({self.basis})"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Write the report: one HTML file that needs nothing else, and its folder with the tables and figures as files."""
+"""Write the report: one HTML file that needs nothing else, and its folder with the tables and figures as files.
+
+Its headlines say what was shown in a few sentences: predicted lengths, measured ones, then speed, each with its
+interval.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -10,14 +14,90 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from blockdraft.evaluation.results import AnswerTrace, TracedRound, TracedToken
+from blockdraft.evaluation.results import AnswerTrace, Average, Interval, Quantity, TracedRound, TracedToken
 from blockdraft.files import atomic_write
-from blockdraft.reports.comparison import GROUPS, Comparison, Entry, LoadedEvaluation, read_evaluations
+from blockdraft.reports.comparison import GROUPS, TOO_FEW, Comparison, Entry, Gain, LoadedEvaluation, read_evaluations
 from blockdraft.reports.figures import figures
-from blockdraft.reports.headlines import Headline, headlines
 from blockdraft.reports.paper_tables import tables
 from blockdraft.reports.style import Drawing, Look, css, styles
 from blockdraft.reports.table import Column, Table, TableRow, plain
+from blockdraft.verification import RULES, Rule
+
+BUDGET = ("data", "batch", "optimizer")
+"""Sections of a recipe that must agree for a comparison of objectives to be one of objectives alone."""
+
+Averages = Sequence[tuple[Entry, Average]]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Holds a quantity of a drafter, and that of the baseline if there is one. what: a heading for it."""
+
+    what: str
+    unit: str
+    new: Interval
+    old: Interval | None
+    gain: Gain | None
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Says what was shown of one kind of drafter on one target.
+
+    new, old: labels of the drafter and of the baseline, None if there is none.
+    findings: predicted length, measured length, speed-up. note: what a reader must know beside.
+    """
+
+    target: str
+    kind: str
+    setting: str
+    new: str
+    old: str | None
+    findings: tuple[Contrast, Contrast, Contrast]
+    note: str | None
+
+    @property
+    def figure(self) -> str:
+        """Say what is printed large: the gain in predicted length, if it is settled, or the predicted length alone."""
+        first = self.findings[0]
+        return (first.gain.figure or "undecided") if first.gain else f"{first.new.value:.2f}"
+
+    @property
+    def settled(self) -> bool:
+        """Tell whether the large figure is a number."""
+        gain = self.findings[0].gain
+        return gain is None or gain.settled
+
+    @property
+    def claim(self) -> str:
+        """Say what the large figure is."""
+        who = f"with {self.new}" if self.old is None else f"{self.new} over {self.old}"
+        return f"predicted tokens per verification call, {who}"
+
+    @property
+    def basis(self) -> str:
+        """Say what the large figure rests on."""
+        first = self.findings[0]
+        if first.gain:
+            return first.gain.basis
+        return f"95% interval {first.new.low:.2f} to {first.new.high:.2f}" if first.new.bounds else TOO_FEW
+
+    @property
+    def sentences(self) -> list[str]:
+        """Give the findings in words."""
+        shown = [found.new.shown(found.unit) for found in self.findings]
+        said = [
+            f"Predicted from the target's own texts, {self.new} yields {shown[0]} tokens per verification call",
+            f"Measured in decoding, {self.new} yields {shown[1]}",
+            f"Decoding with {self.new} is {shown[2]} as fast as without a drafter",
+        ]
+        for number, (joint, found) in enumerate(zip((" and", " and", ", with"), self.findings, strict=True)):
+            if found.old is not None:
+                said[number] += f"{joint} {self.old} {found.old.shown(found.unit)}: {found.gain}"
+        return [*(f"{sentence}." for sentence in said), *([self.note] if self.note else [])]
+
+    def __str__(self) -> str:
+        return f"{self.target}, {self.kind}, {self.setting}. {' '.join(self.sentences)}"
 
 
 @dataclass(frozen=True)
@@ -217,3 +297,78 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_shown, value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def headlines(comparison: Comparison) -> list[Headline]:
+    """Compare BV with CE for every target and kind, among drafters that were trained alike; else say what one does."""
+    found = []
+    for target in comparison.targets:
+        for kind in comparison.kinds:
+            entries = comparison.of(target, kind)
+            rule = max((r for r in RULES if any(e.average(r, "paper") for e in entries)), key=RULES.index, default=None)
+            if rule is not None:
+                measured = [(e, a) for e in entries if (a := e.average(rule, "paper")) is not None]
+                found += [_headline(comparison, rule, group) for group in _alike(measured)]
+    return found
+
+
+def _alike(measured: Averages) -> list[Averages]:
+    """Group drafters by training budget and seed, or not at all if that would leave BV without a CE to compare with."""
+    groups: list[tuple[Any, list[tuple[Entry, Average]]]] = []
+    for each in measured:
+        key = _budget(each[0]), (each[0].about.recipe or {}).get("seed")
+        same = next((group for other, group in groups if other == key), None)
+        if same is None:
+            groups.append((key, [each]))
+        else:
+            same.append(each)
+
+    def comparable(group: Averages) -> bool:
+        labels = {entry.about.label for entry, _ in group}
+        return "CE" in labels and any(label.startswith("BV") for label in labels)
+
+    split: list[Averages] = [group for _, group in groups]
+    return [measured] if comparable(measured) and not any(map(comparable, split)) else split
+
+
+def _budget(entry: Entry) -> dict[str, Any]:
+    return {section: (entry.about.recipe or {}).get(section) for section in BUDGET}
+
+
+def _headline(comparison: Comparison, rule: Rule, group: Averages) -> Headline:
+    new, of_new = _best(group)
+    baselines = [m for m in group if m[0].about.label == "CE" and m[0] is not new]
+    old, of_old = max(baselines, key=lambda m: m[1].predicted_length.value, default=(None, None))
+
+    def contrast(what: str, quantity: Quantity, unit: str = "") -> Contrast:
+        ours: Interval = getattr(of_new, quantity)
+        if old is None:
+            return Contrast(what, unit, ours, None, None)
+        theirs: Interval = getattr(of_old, quantity)
+        ratio = new.over(old, rule, "paper", quantity)
+        gain = Gain.unpaired(ours, theirs) if ratio is None else Gain.paired(ratio)
+        return Contrast(what, unit, ours, theirs, gain)
+
+    findings = (
+        contrast("Tokens per call, predicted", "predicted_length"),
+        contrast("Tokens per call, measured", "acceptance_length"),
+        contrast("Speed-up", "speedup", "×"),
+    )
+    differ = [section for section in BUDGET if old and _budget(new)[section] != _budget(old)[section]]
+    note = f"They were trained differently ({', '.join(differ)}), so the loss is not all that differs."
+    return Headline(
+        new.target,
+        new.kind,
+        comparison.setting(rule),
+        new.label,
+        old.label if old else None,
+        findings,
+        note if differ else None,
+    )
+
+
+def _best(group: Averages) -> tuple[Entry, Average]:
+    """Take BV if there is one, else a variant of BV, else any; of several the one with the largest predicted length."""
+    exact = [m for m in group if m[0].about.label == "BV"]
+    variants = [m for m in group if m[0].about.label.startswith("BV")]
+    return max(exact or variants or group, key=lambda m: m[1].predicted_length.value)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from blockdraft.evaluation.results import Average, Cell, Interval, Quantity, TemperatureChoice
-from blockdraft.reports.comparison import GROUPS, Comparison, Entry, Retention, Spent, slug
-from blockdraft.reports.headlines import Gain
+from blockdraft.reports.comparison import GROUPS, Comparison, Entry, Gain, Retention, Spent, slug
 from blockdraft.reports.table import (
     MISSING,
     CellValue,

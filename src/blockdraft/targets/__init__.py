@@ -3,19 +3,24 @@
 from blockdraft.errors import EMBEDDED
 from blockdraft.targets.attention import Span
 from blockdraft.targets.cache import BatchedKVCache, KVCache
-from blockdraft.targets.loading import TargetShape, as_target, load_target, target_shape
-from blockdraft.targets.sampling import Sampling
+from blockdraft.targets.loading import (
+    TargetShape,
+    as_target,
+    fingerprint,
+    load_target,
+    target_shape,
+    template_fingerprint,
+    weights_fingerprint,
+)
 from blockdraft.targets.target import (
     DTYPES,
     Message,
     Normalizer,
+    Sampling,
     Target,
     TargetOutput,
     UnsupportedTargetError,
     choose_layers,
-    fingerprint,
-    template_fingerprint,
-    weights_fingerprint,
 )
 
 __all__ = [

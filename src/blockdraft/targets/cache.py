@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from blockdraft.targets.attention import SlotAttention, attending
-from blockdraft.targets.positions import DevicePositions, HostPositions, Positions, Store
+from blockdraft.targets.attention import DevicePositions, HostPositions, Positions, SlotAttention, Store, attending
 
 if TYPE_CHECKING:
     from blockdraft.targets.target import Target

@@ -21,8 +21,8 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
 from blockdraft.selfcheck import compare, passes_check
+from blockdraft.targets.attention import HostPositions, Mask, Masks, RotaryTable, Store, rotated
 from blockdraft.targets.cache import KVCache
-from blockdraft.targets.positions import HostPositions, Mask, Masks, RotaryTable, Store, rotated
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")

@@ -1,5 +1,9 @@
-"""Load targets by name: embedded ones, Hugging Face ids, local folders; and tell their sizes before that."""
+"""Load targets by name: embedded ones, Hugging Face ids, local folders; tell their sizes before that.
 
+A fingerprint says which weights, or which chat template, were loaded.
+"""
+
+import hashlib
 import importlib.util
 import io
 import logging
@@ -12,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -254,3 +259,34 @@ def _refuse_missing(name: str, missing: Iterable[str]) -> None:
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise UnsupportedTargetError(f"{name}: its weights lack {shown}; the folder is incomplete, or of another model")
+
+
+FINGERPRINT_SAMPLES = 1024
+"""Values read of each tensor, evenly spaced."""
+
+
+def fingerprint(target: Target) -> str:
+    """Return sixteen hexadecimal digits over the names, shapes and sampled values of all weights.
+
+    The values are rounded to bfloat16, so that one checkpoint has one fingerprint
+    in float32 and in bfloat16; a fine-tuned or requantised one has another.
+    """
+    return weights_fingerprint(target.model)
+
+
+def weights_fingerprint(module: nn.Module) -> str:
+    """Return the fingerprint of any module's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        flat = tensor.detach().flatten()
+        step = max(1, flat.numel() // FINGERPRINT_SAMPLES)
+        values = flat[::step][:FINGERPRINT_SAMPLES].to(torch.bfloat16).cpu()
+        digest.update(f"{name} {list(tensor.shape)}\n".encode())
+        digest.update(values.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def template_fingerprint(target: Target) -> str | None:
+    """Return sixteen hexadecimal digits over the chat template; None if the target has none."""
+    template = None if target.tokenizer is None else target.tokenizer.chat_template
+    return None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]

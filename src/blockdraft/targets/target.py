@@ -1,6 +1,5 @@
-"""Show a frozen language model the way a drafter needs it, and name its weights by a fingerprint."""
+"""Show a frozen language model the way a drafter needs it, and say which distribution is sampled from its logits."""
 
-import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import jinja2
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blockdraft.errors import BlockdraftError, first_line
@@ -56,6 +55,44 @@ class Normalizer:
 
     log_z: Tensor
     argmax: Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Says which distribution is sampled from. Verification is lossless for this very one.
+
+    temperature: 0 is greedy.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the smallest set of tokens whose probability reaches p; 1 keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"temperature and top_k must not be negative and top_p must lie in (0, 1]: "
+                f"{self.temperature}, {self.top_k}, {self.top_p}"
+            )
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Return the probabilities ``[..., V]`` in float32."""
+        if self.temperature == 0:
+            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
+        logits = logits.float() / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            lowest = logits.topk(self.top_k, -1).values[..., -1:]
+            logits = logits.masked_fill(logits < lowest, -torch.inf)
+        probs = logits.softmax(-1)
+        if self.top_p < 1:
+            ordered, order = probs.sort(-1, descending=True)
+            before = ordered.cumsum(-1) - ordered
+            ordered = ordered.masked_fill(before >= self.top_p, 0)
+            probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
 
 
 class Target:
@@ -353,34 +390,3 @@ def _context_length(config: Any, name: str) -> int | None:
     if limit is not None and (type(limit) is not int or limit < 2):
         raise UnsupportedTargetError(f"{name}: max_position_embeddings is {limit!r}, which is not a number of tokens")
     return limit
-
-
-FINGERPRINT_SAMPLES = 1024
-"""Values read of each tensor, evenly spaced."""
-
-
-def fingerprint(target: Target) -> str:
-    """Return sixteen hexadecimal digits over the names, shapes and sampled values of all weights.
-
-    The values are rounded to bfloat16, so that one checkpoint has one fingerprint
-    in float32 and in bfloat16; a fine-tuned or requantised one has another.
-    """
-    return weights_fingerprint(target.model)
-
-
-def weights_fingerprint(module: nn.Module) -> str:
-    """Return the fingerprint of any module's weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        flat = tensor.detach().flatten()
-        step = max(1, flat.numel() // FINGERPRINT_SAMPLES)
-        values = flat[::step][:FINGERPRINT_SAMPLES].to(torch.bfloat16).cpu()
-        digest.update(f"{name} {list(tensor.shape)}\n".encode())
-        digest.update(values.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def template_fingerprint(target: Target) -> str | None:
-    """Return sixteen hexadecimal digits over the chat template; None if the target has none."""
-    template = None if target.tokenizer is None else target.tokenizer.chat_template
-    return None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]

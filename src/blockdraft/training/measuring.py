@@ -6,6 +6,8 @@ and to TensorBoard, Weights & Biases or trackio if asked.
 
 import importlib.util
 import json
+import resource
+import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -14,15 +16,13 @@ from typing import Any
 import torch
 
 from blockdraft.data import BatchSampler, Features, OnlineFeatures, TextDataset, collate, partition
-from blockdraft.decoding import generate
-from blockdraft.decoding.request import room
+from blockdraft.decoding import generate, room
 from blockdraft.distributed import Distributed
-from blockdraft.drafters import Drafter
+from blockdraft.drafters import Drafter, DrafterConfig
 from blockdraft.losses import BlockStatistics, objective
 from blockdraft.recipes import Recipe, RecipeError
 from blockdraft.targets import Target
 from blockdraft.training.initialization import Coverage, coverage
-from blockdraft.training.resources import peak_memory, peak_rate
 from blockdraft.training.step import PrefetchingLoader, TrainingStep, check_batch
 from blockdraft.verification import RULES
 
@@ -60,6 +60,51 @@ class Rates:
         if self.share_of_peak is not None:
             rates["flop_utilization"] = self.share_of_peak * num_steps / seconds
         return rates
+
+
+def step_flops(recipe: Recipe, config: DrafterConfig, target_parameters: int, tokens_per_step: float) -> float:
+    """Count the multiply-adds of one step, twice; attention scores and the objective's sweeps are left out."""
+    width, kv_width = config.hidden_size, config.num_kv_heads * config.head_dim
+    embedding = config.vocab_size * width
+    target = 0 if recipe.data.features == "cached" else 2 * (target_parameters - embedding) * tokens_per_step
+    q_width = config.num_heads * config.head_dim
+    per_slot = config.num_layers * (2 * q_width * width + 2 * kv_width * width + 3 * config.intermediate_size * width)
+    per_token = len(config.target_layers) * width * width + config.num_layers * 2 * kv_width * width
+    blocks = recipe.batch.num_anchors
+    drafter = 6 * (per_slot * blocks * config.num_slots + per_token * tokens_per_step)
+    head = 2 * 2 * config.num_draft_tokens * width * blocks * config.num_proposals  # draft logits and their gradient
+    shared = 2 * config.num_draft_tokens * width * min(tokens_per_step, blocks * config.num_proposals)  # target logits
+    return float(target + drafter + head + shared)
+
+
+PEAK_TFLOPS = {
+    "A10": 125.0, "A40": 149.7, "A100": 312.0, "A800": 312.0, "L4": 121.0, "L40": 181.0, "L40S": 362.0,
+    "RTX 4090": 165.2, "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "H200": 989.0, "GH200": 989.0,
+    "B200": 2250.0, "GB200": 2500.0,
+}  # fmt: skip
+"""Dense bfloat16 products, in TFLOP/s, by what a device's name contains; the longest match counts."""
+
+
+def peak_rate(device: torch.device) -> float | None:
+    """Return the floating-point operations per second that a device could do at most; None if it is not known."""
+    if device.type != "cuda":
+        return None
+    return named_peak_rate(torch.cuda.get_device_properties(device).name)
+
+
+def named_peak_rate(name: str) -> float | None:
+    """Return the peak rate of a device of this name, in operations per second."""
+    words = f" {name.replace('-', ' ')} "
+    known = [each for each in PEAK_TFLOPS if f" {each} " in words]
+    return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has held on a device so far, or in the host's memory for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 class HeldOutBlocks:

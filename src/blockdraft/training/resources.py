@@ -1,4 +1,4 @@
-"""Count what a run will take before it is launched, and what a device offers.
+"""Count what a run will take before it is launched, and try everything that it needs once: a dry run.
 
 Weights, optimizer and files are counted exactly. Activations, the backward
 pass's working set and the objective's buffers are sums over the tensors that
@@ -7,18 +7,22 @@ by operator, on a fake GPU. The allocator's waste and the CUDA context (1 to 2
 GiB) are not in them.
 """
 
-import resource
-import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from blockdraft.data.features import cache_bytes
-from blockdraft.drafters import DrafterConfig, build_drafter
+from blockdraft.distributed import Distributed
+from blockdraft.drafters import DrafterConfig, build_drafter, load_drafter
 from blockdraft.losses.fused import ACCELERATOR_CHUNK_BYTES, CHUNK_BYTES
 from blockdraft.recipes import Recipe, RecipeError
-from blockdraft.targets import target_shape
+from blockdraft.targets import Target, target_shape
+from blockdraft.training.measuring import step_flops
+from blockdraft.training.trainer import Trainer
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -139,21 +143,6 @@ def _counted(name: str, fields: str, recipe: Recipe, config: DrafterConfig) -> t
     return _counts[key]
 
 
-def step_flops(recipe: Recipe, config: DrafterConfig, target_parameters: int, tokens_per_step: float) -> float:
-    """Count the multiply-adds of one step, twice; attention scores and the objective's sweeps are left out."""
-    width, kv_width = config.hidden_size, config.num_kv_heads * config.head_dim
-    embedding = config.vocab_size * width
-    target = 0 if recipe.data.features == "cached" else 2 * (target_parameters - embedding) * tokens_per_step
-    q_width = config.num_heads * config.head_dim
-    per_slot = config.num_layers * (2 * q_width * width + 2 * kv_width * width + 3 * config.intermediate_size * width)
-    per_token = len(config.target_layers) * width * width + config.num_layers * 2 * kv_width * width
-    blocks = recipe.batch.num_anchors
-    drafter = 6 * (per_slot * blocks * config.num_slots + per_token * tokens_per_step)
-    head = 2 * 2 * config.num_draft_tokens * width * blocks * config.num_proposals  # draft logits and their gradient
-    shared = 2 * config.num_draft_tokens * width * min(tokens_per_step, blocks * config.num_proposals)  # target logits
-    return float(target + drafter + head + shared)
-
-
 @dataclass(frozen=True)
 class _LayerBytes:
     """Holds the bytes that one layer of the drafter keeps for its backward pass, and those that the pass makes.
@@ -236,40 +225,41 @@ def _on_cpu(recipe: Recipe) -> bool:
     return recipe.runtime.device == "cpu" or (recipe.runtime.device is None and embedded)
 
 
-# What a device offers
-
-PEAK_TFLOPS = {
-    "A10": 125.0, "A40": 149.7, "A100": 312.0, "A800": 312.0, "L4": 121.0, "L40": 181.0, "L40S": 362.0,
-    "RTX 4090": 165.2, "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "H200": 989.0, "GH200": 989.0,
-    "B200": 2250.0, "GB200": 2500.0,
-}  # fmt: skip
-"""Dense bfloat16 products, in TFLOP/s, by what a device's name contains; the longest match counts."""
-
-
-def peak_rate(device: torch.device) -> float | None:
-    """Return the floating-point operations per second that a device could do at most; None if it is not known."""
-    if device.type != "cuda":
-        return None
-    return named_peak_rate(torch.cuda.get_device_properties(device).name)
-
-
-def named_peak_rate(name: str) -> float | None:
-    """Return the peak rate of a device of this name, in operations per second."""
-    words = f" {name.replace('-', ' ')} "
-    known = [each for each in PEAK_TFLOPS if f" {each} " in words]
-    return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process has held on a device so far, or in the host's memory for a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
-
-
 def device_memory(device: torch.device) -> int | None:
     """Return the bytes of a device's own memory; None where it shares the host's."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def dry_run(recipe: Recipe, target: Target, distributed: Distributed) -> Iterator[str]:
+    """Check recipe, data and target, take two steps, write and read a checkpoint; yields a line for each."""
+    yield f"recipe: {recipe.objective.name} on {recipe.drafter.kind}, valid"
+    yield f"target: {target.name}, {target.num_layers} layers, vocabulary {target.vocab_size:,}"
+    with tempfile.TemporaryDirectory() as folder:
+        changes = {
+            "logging": recipe.logging.model_copy(update={"tensorboard": False}),
+            "data": recipe.data.model_copy(update={"features": "online"}),  # a cache may take hours
+        }
+        trainer = Trainer(recipe.model_copy(update=changes), target, Path(folder), distributed)
+        dataset = trainer.sampler.dataset
+        num_texts, num_tokens = len(dataset), len(dataset.tokens)
+        yield f"data: {num_texts:,} texts to train on, {num_tokens:,} tokens, every checksum right"
+        if trainer.coverage is not None:
+            yield str(trainer.coverage)
+        yield f"plan: {trainer.num_steps:,} steps, {trainer.sampler.steps_per_epoch:,} an epoch"
+        found = estimate(
+            recipe, num_devices=distributed.world_size, num_texts=num_texts, tokens_per_text=num_tokens / num_texts
+        )
+        yield f"memory: about {found.device_bytes / GIB:.2f} GiB a device"
+        for batches in trainer.loader.steps(0, min(2, trainer.num_steps)):
+            metrics = trainer.take_step(batches)
+            yield f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.4f}"
+        trainer.save(trainer.evaluate().get("heldout_length_block"))
+        if distributed.is_main:
+            again = load_drafter(trainer.run.checkpoint("last"), target, dtype=torch.float32)
+            if not distributed.is_distributed:  # otherwise this process may hold a shard of the weights
+                ours = trainer.drafter.state_dict()
+                if not all(torch.equal(ours[name], tensor) for name, tensor in again.state_dict().items()):
+                    raise RuntimeError("the checkpoint does not hold the weights that were saved")
+        yield "checkpoint: written and read"

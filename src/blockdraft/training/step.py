@@ -35,9 +35,9 @@ from blockdraft.drafters.attention import Anchors, BlockAttention, ReferenceAtte
 from blockdraft.drafters.backbone import Layer
 from blockdraft.drafters.config import DrafterConfig, SlotLayout
 from blockdraft.losses import BlockStatistics, Objective, block_scores, block_statistics, fused_linear_objective
-from blockdraft.losses.anchor_runs import check_runs
 from blockdraft.losses.head_products import TargetIndex
 from blockdraft.losses.reduced import ReducedTarget, draft_index, restrict_labels
+from blockdraft.losses.rounds import check_runs
 from blockdraft.losses.scores import check_labels
 from blockdraft.muon import Muon
 from blockdraft.recipes import Recipe

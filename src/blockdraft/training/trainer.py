@@ -30,8 +30,7 @@ from blockdraft.recipes import Recipe, RecipeError, is_annealed
 from blockdraft.runs import Run, RunError, RunInfo, RunTarget
 from blockdraft.targets import Sampling, Target, fingerprint
 from blockdraft.training.initialization import new_drafter, with_shape
-from blockdraft.training.measuring import HeldOut, MetricsLog, Rates, check_trackers
-from blockdraft.training.resources import step_flops
+from blockdraft.training.measuring import HeldOut, MetricsLog, Rates, check_trackers, step_flops
 from blockdraft.training.step import (
     PrefetchingLoader,
     check_batch,
