@@ -71,6 +71,7 @@ def test_mistakes_are_said_before_anything_runs(tmp_path):
         ({"seeds": [1, 1]}, "two cells are called"),
         ({"drafters": ["dflash", "dflash"]}, "two cells are called"),
         ({"evaluation": {"tasks": []}}, "evaluation.tasks"),
+        ({"baseline": "ce2"}, "the baseline 'ce2' is not one of the objectives"),
         ({"evaluation": {"rules": ["block", "block"]}}, "block appears twice"),
     ],
 )
@@ -309,6 +310,10 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     more = load_study("s.yaml", ["objectives.lk={recipe: lk}"])  # an objective that is added, after all was evaluated
     assert set(Study(more, "parts").run().wins) == {"bv", "lk"}
     assert Study(more, "parts").jobs_left() == []
+    other = Study(load_study("s.yaml", ["objectives.lk={recipe: lk}", "baseline=bv"]), "parts").run()
+    assert other.baseline == "bv"
+    assert set(other.wins) == {"ce", "lk"}
+    assert other.wins["ce"][0] + whole.wins["bv"][0] == 2  # no ties in two comparisons
     for change in ("evaluation.num_prompts=1", "objectives.bv.set=[]", "objectives={ce: {recipe: ce}}", "seeds=[2]"):
         with pytest.raises(StudyError, match="holds another study"):
             Study(load_study("s.yaml", [change]), "parts").run()

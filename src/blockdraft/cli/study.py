@@ -97,7 +97,7 @@ def study(
     for table in summary.tables:
         print(table.markdown())
     for name, (wins, of) in summary.wins.items():
-        print(f"{name} ahead of the baseline in {wins} of {of} comparisons of predicted length")
+        print(f"{name} ahead of {summary.baseline} in {wins} of {of} comparisons of predicted length")
     print(f"the report: {summary.page}")
 
 

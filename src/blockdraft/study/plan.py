@@ -4,9 +4,9 @@ import difflib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from blockdraft.errors import BlockdraftError
 from blockdraft.recipes import Recipe, load_recipe, shipped_names
@@ -84,6 +84,9 @@ class StudyRecipe(Section):
     targets: dict[str, StudyTarget] = Field(description="targets by name")
     drafters: list[Literal["dflash", "dspark"]] = Field(["dflash", "dspark"], min_length=1)
     objectives: dict[str, StudyObjective] = Field(description="objectives by name")
+    baseline: str | None = Field(
+        None, description="the objective that the others are compared with; null is the first one trained with CE"
+    )
     seeds: list[int] = Field([42], min_length=1, description="each seed is a cell of its own")
     set: list[str] = Field([], description="recipe fields for all cells, as key.path=value")
     evaluation: StudyEvaluation = StudyEvaluation()
@@ -98,6 +101,17 @@ class StudyRecipe(Section):
                 f"names are letters, digits, '-', '_' and '.', the first a letter or a digit, got {wrong or 'none'}"
             )
         return value
+
+    @model_validator(mode="after")
+    def _known_baseline(self) -> Self:
+        if self.baseline is not None and self.baseline not in self.objectives:
+            raise ValueError(f"the baseline {self.baseline!r} is not one of the objectives: {', '.join(self.objectives)}")
+        return self
+
+    @property
+    def compared_with(self) -> str | None:
+        """Give the name of the objective that the others are compared with, if there is one."""
+        return self.baseline or next((name for name, each in self.objectives.items() if each.recipe == "ce"), None)
 
     @property
     def cells(self) -> "list[StudyCell]":

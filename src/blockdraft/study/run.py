@@ -242,9 +242,11 @@ class Study:
                 raise StudyError(f"{file} does not describe a study; choose another --out") from error
             now = self.recipe
             kept = set(before.seeds) <= set(now.seeds) and before.objectives.items() <= now.objectives.items()
-            if not kept or before.model_copy(update={"seeds": now.seeds, "objectives": now.objectives}) != now:
+            may_differ = {"seeds": now.seeds, "objectives": now.objectives, "baseline": now.baseline}
+            if not kept or before.model_copy(update=may_differ) != now:
                 raise StudyError(
-                    f"{self.out} holds another study; only seeds and objectives may be added. Choose another --out"
+                    f"{self.out} holds another study; only seeds and objectives may be added, and the baseline changed. "
+                    "Choose another --out"
                 )
         with atomic_write(file) as unfinished:
             text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)

@@ -83,10 +83,11 @@ def _students_quantile(freedom: int) -> float:
 
 @dataclass(frozen=True)
 class StudySummary:
-    """Holds what a study found: its tables, the report's page, and the count of wins against the baseline."""
+    """Holds what a study found: its tables, the report's page, and what others win against the baseline, by name."""
 
     tables: list[Table]
     page: Path
+    baseline: str | None
     wins: dict[str, tuple[int, int]]
 
 
@@ -97,7 +98,7 @@ def summarize(study: StudyRecipe, out: Path) -> StudySummary:
         for target in study.targets
         for seed in study.seeds
     }
-    baseline = next((name for name, each in study.objectives.items() if each.recipe == "ce"), None)
+    baseline = study.compared_with
     tables = [_lengths_table(study, results, quantity) for quantity in QUANTITIES]
     wins: dict[str, tuple[int, int]] = {}
     if baseline is not None and len(study.objectives) > 1:
@@ -112,7 +113,7 @@ def summarize(study: StudyRecipe, out: Path) -> StudySummary:
     counted = {f"{name} ahead of {baseline}": {"wins": w, "of": of} for name, (w, of) in wins.items()}
     write_json(counted, folder / "wins.json")
     page = write_report([_write_means(study, results, target, out) for target in study.targets], folder).page
-    return StudySummary(tables, page, wins)
+    return StudySummary(tables, page, baseline, wins)
 
 
 def _write_means(study: StudyRecipe, results: AllResults, target: str, out: Path) -> Path:
