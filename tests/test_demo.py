@@ -22,7 +22,7 @@ class StopError(Exception):
     pass
 
 
-SHIPPED = ("pocket-dflash-bv", "pocket-dflash-ce")
+SHIPPED = ("pocket-dspark-bv", "pocket-dspark-ce")
 """What stands beside the demo's own drafters."""
 
 
@@ -66,9 +66,9 @@ def test_shipped_drafters_of_the_same_kind_and_target_stand_beside(tmp_path, mon
         return SimpleNamespace(name=name, target=target, recipe=recipe)
 
     found = [
-        record("a", "pocket", "dflash", "bv"), record("b", "smollm2", "dflash", "bv"),
-        record("c", "pocket", "dspark", "bv"), record("d", "pocket", "dflash", "ce"),
-        record("e", "pocket", "dflash", "kl"),
+        record("a", "pocket", "dspark", "bv"), record("b", "smollm2", "dspark", "bv"),
+        record("c", "pocket", "dflash", "bv"), record("d", "pocket", "dspark", "ce"),
+        record("e", "pocket", "dspark", "kl"),
     ]  # fmt: skip
     monkeypatch.setattr(demo, "shipped_drafters", lambda: found)
     assert Demo("pocket", tmp_path, lambda *_: None).shipped == ["a", "d"]

@@ -27,14 +27,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--evaluation", type=Path, help="the folder of an evaluation of this drafter")
     parser.add_argument("--command", action="append", default=[], help="a command that made the data; repeatable")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which one of the run")
+    parser.add_argument("--num-proposals", type=int, metavar="N", help="propose fewer tokens than it was trained with")
     parser.add_argument("--out", type=Path, default=SHIPPED_FOLDER, help="the folder of shipped drafters")
     parser.add_argument("--force", action="store_true", help="replace a shipped drafter of this name")
     given = parser.parse_args(arguments)
     try:
         results = None if given.evaluation is None else read_results(given.evaluation)
         folder = ship(
-            given.run, given.name, results=results, commands=given.command, checkpoint=given.checkpoint, out=given.out,
-            force=given.force,
+            given.run, given.name, results=results, commands=given.command, checkpoint=given.checkpoint,
+            num_proposals=given.num_proposals, out=given.out, force=given.force,
         )  # fmt: skip
     except BlockdraftError as error:
         print(f"error: {error}", file=sys.stderr)

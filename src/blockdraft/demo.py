@@ -45,7 +45,7 @@ from blockdraft.reports import ReportFiles, write_report
 from blockdraft.runs import Run
 from blockdraft.targets import Target, load_target
 
-KIND = "dflash"
+KIND = "dspark"
 OBJECTIVES = ("ce", "bv")
 
 

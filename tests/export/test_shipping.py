@@ -67,6 +67,23 @@ def test_the_weights_are_those_of_the_run_rounded(shipped, made, target):
         assert torch.equal(loaded.state_dict()[name], tensor.to(torch.bfloat16).float()), name
 
 
+def test_it_may_propose_fewer_tokens_than_it_was_trained_with(made, target, tmp_path, capsys):
+    trained = Run.open(made / "run").recipe.drafter.num_proposals
+    fewer = trained - 1
+    arguments = [str(made / "run"), "--name", "fewer", "--out", str(tmp_path), "--num-proposals"]
+    assert tool.main([*arguments, str(fewer)]) == 0
+    assert (
+        f"| proposals per block | {fewer}, trained with {trained} |" in (tmp_path / "fewer" / "README.md").read_text()
+    )
+    drafter = load_drafter(tmp_path / "fewer", target)
+    assert drafter.config.num_proposals == fewer
+    (whole,) = load_candidates([f"it={made / 'run'}"], target)
+    assert ShippedDrafter.read(tmp_path / "fewer").fingerprint == whole.with_proposals(fewer).fingerprint
+    for wrong in (0, trained + 1):
+        assert tool.main([*arguments, str(wrong), "--force"]) == 2
+        assert f"was trained to propose {trained} tokens, not {wrong}" in capsys.readouterr().err
+
+
 def test_another_target_of_the_same_shapes_is_refused(shipped):
     del shipped
     with pytest.raises(CheckpointError, match="made for the target with fingerprint"):

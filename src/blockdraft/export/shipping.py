@@ -55,6 +55,7 @@ def ship(
     results: Results | None = None,
     commands: Sequence[str] = (),
     checkpoint: Literal["best", "last"] = "best",
+    num_proposals: int | None = None,
     out: str | Path = SHIPPED_FOLDER,
     force: bool = False,
 ) -> Path:
@@ -67,6 +68,7 @@ def ship(
             shipped folder count as the same.
         commands: what made the data, in the order it was run; the training command is derived from the recipe.
         checkpoint: which one of the run.
+        num_proposals: how many tokens the shipped drafter proposes, at most those it was trained with; None is all.
         out: the folder that holds the shipped drafters.
         force: replace a shipped drafter of this name.
     """
@@ -77,6 +79,10 @@ def ship(
     config = load_config(source)
     if config.target_fingerprint is None:
         raise CheckpointError(f"{source} does not record its target's fingerprint, so it cannot be shipped")
+    if num_proposals is not None:
+        if not 1 <= num_proposals <= config.num_proposals:
+            raise CheckpointError(f"{source} was trained to propose {config.num_proposals} tokens, not {num_proposals}")
+        config = config.replace(num_proposals=num_proposals)
     tensors = rounded(load_tensors(source))
     with torch.device("meta"):
         empty = build_drafter(config)
@@ -192,7 +198,7 @@ def write_shipped_card(folder: Path, record: ShippedDrafter, config: DrafterConf
                 ("target", f"{record.target}, fingerprint {record.target_fingerprint}"),
                 ("parameters", f"{record.num_parameters:,} in bfloat16, {record.num_bytes / 1e6:.1f} MB"),
                 ("layers", config.num_layers),
-                ("proposals per block", config.num_proposals),
+                ("proposals per block", _proposals_in_words(config, record.recipe)),
                 ("features", f"outputs of the target's layers {', '.join(map(str, config.target_layers))} (from 0)"),
                 ("objective", record.label),
                 ("steps", f"{record.step:,} of {record.num_steps:,}"),
@@ -212,6 +218,11 @@ def write_shipped_card(folder: Path, record: ShippedDrafter, config: DrafterConf
     save_card(
         folder, sections, base_model=record.target, tags=["speculative-decoding", config.kind], license="apache-2.0"
     )
+
+
+def _proposals_in_words(config: DrafterConfig, recipe: Recipe) -> str:
+    trained = recipe.drafter.num_proposals
+    return f"{config.num_proposals}" + ("" if config.num_proposals == trained else f", trained with {trained}")
 
 
 def _texts(run: Run) -> TrainingTexts:

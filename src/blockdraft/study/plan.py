@@ -105,7 +105,9 @@ class StudyRecipe(Section):
     @model_validator(mode="after")
     def _known_baseline(self) -> Self:
         if self.baseline is not None and self.baseline not in self.objectives:
-            raise ValueError(f"the baseline {self.baseline!r} is not one of the objectives: {', '.join(self.objectives)}")
+            raise ValueError(
+                f"the baseline {self.baseline!r} is not one of the objectives: {', '.join(self.objectives)}"
+            )
         return self
 
     @property

@@ -245,8 +245,8 @@ class Study:
             may_differ = {"seeds": now.seeds, "objectives": now.objectives, "baseline": now.baseline}
             if not kept or before.model_copy(update=may_differ) != now:
                 raise StudyError(
-                    f"{self.out} holds another study; only seeds and objectives may be added, and the baseline changed. "
-                    "Choose another --out"
+                    f"{self.out} holds another study; only seeds and objectives may be added, and the baseline "
+                    "changed. Choose another --out"
                 )
         with atomic_write(file) as unfinished:
             text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
