@@ -1,7 +1,7 @@
 """Write a checkpoint of a training run into the package, as a drafter that `--drafter NAME` and `load_drafter` take.
 
     python tools/ship_drafter.py runs/pocket-dflash-bv --name pocket-dflash-bv --evaluation evaluations/pocket \\
-        --command "blockdraft data prompts --source pocket --num 6000 --out prompts.jsonl" \\
+        --command "blockdraft data prompts --from pocket --num 6000 --out prompts.jsonl" \\
         --command "blockdraft data regenerate --target pocket --prompts prompts.jsonl --out data"
 
 The weights are rounded to bfloat16. The folder gets the resolved recipe without paths, versions, the lengths of the

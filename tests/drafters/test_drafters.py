@@ -292,9 +292,9 @@ def test_a_drafter_with_fewer_proposals_shares_weights_and_leaves_the_whole_one_
 @pytest.mark.parametrize("num_proposals", [0, -1, 5])
 def test_no_more_can_be_proposed_than_was_trained(num_proposals):
     target, drafter, *_ = scene()
-    with pytest.raises(BlockdraftError, match=f"trained to propose 4 tokens.* not {num_proposals}"):
+    with pytest.raises(BlockdraftError, match=f"can propose 4 tokens.* not {num_proposals}"):
         drafter.with_proposals(num_proposals)
-    with pytest.raises(BlockdraftError, match=f"trained to propose 4 tokens.* not {num_proposals}"):
+    with pytest.raises(BlockdraftError, match=f"can propose 4 tokens.* not {num_proposals}"):
         drafter.propose(drafter.new_cache(20), 8, target, 1.0, num_proposals=num_proposals)
 
 

@@ -1,7 +1,8 @@
 """An exported DFlash drafter in vLLM on a CPU, serving smollm2: the target's greedy text, and our acceptance length.
 
-A trained drafter may be given: BLOCKDRAFT_DRAFTER=demo/smollm2/runs/bv/best make test-engines; then the prompts are
-held-out ones of pocket's three tasks. Otherwise it is a drafter of one layer that knows six of eight answers by heart.
+A trained drafter may be given: BLOCKDRAFT_DRAFTER=runs/smollm2-dflash-bv make test-engines; then the prompts are
+held-out ones of pocket's three tasks. It must be DFlash, since vLLM's CPU build does not run DSpark. Otherwise it is a
+drafter of one layer that knows six of eight answers by heart.
 """
 
 import os

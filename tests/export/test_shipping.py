@@ -212,6 +212,16 @@ def test_shipped_cards_are_those_that_the_code_writes(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_the_command_on_a_card_trains_by_the_recipe_that_it_was_trained_by(name):
+    record = ShippedDrafter.read(SHIPPED[name])
+    program, verb, recipe, *changes, out, _run = shlex.split(record.commands[-1])
+    assert (program, verb, out) == ("blockdraft", "train", "--out")
+    found, trained = load_recipe(recipe, changes).resolved(), record.recipe.resolved()
+    for section in ("target", "drafter", "objective", "annealing", "data", "batch", "optimizer", "seed"):
+        assert getattr(found, section) == getattr(trained, section), section
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_what_is_shipped_is_whole(name):
     record, files = ShippedDrafter.read(SHIPPED[name]), {file.name for file in SHIPPED[name].iterdir()}
     assert files == {"config.json", "model.safetensors", "drafter.json", "README.md"}

@@ -71,7 +71,7 @@ def test_mistakes_are_said_before_anything_runs(tmp_path):
         ({"seeds": [1, 1]}, "two cells are called"),
         ({"drafters": ["dflash", "dflash"]}, "two cells are called"),
         ({"evaluation": {"tasks": []}}, "evaluation.tasks"),
-        ({"baseline": "ce2"}, "the baseline 'ce2' is not one of the objectives"),
+        ({"baseline": "ce2"}, "s.yaml: the baseline 'ce2' is not one of the objectives"),
         ({"evaluation": {"rules": ["block", "block"]}}, "block appears twice"),
     ],
 )
@@ -313,7 +313,13 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     other = Study(load_study("s.yaml", ["objectives.lk={recipe: lk}", "baseline=bv"]), "parts").run()
     assert other.baseline == "bv"
     assert set(other.wins) == {"ce", "lk"}
+    written = {file.name for file in (tmp_path / "parts" / "report" / "tables").glob("study-*-over-*.md")}
+    quantities = ("predicted-length", "acceptance-length", "speedup")
+    assert written == {f"study-{quantity}-over-bv.md" for quantity in quantities}
     assert other.wins["ce"][0] + whole.wins["bv"][0] == 2  # no ties in two comparisons
+    changed = load_study("s.yaml", ["objectives.bv.set=[annealing.final=0.5]"])  # as if a shipped recipe had changed
+    with pytest.raises(StudyError, match=r"bv-seed1 was trained by another recipe: annealing differ"):
+        Study(changed, "parts").is_trained(changed.cells[1])
     for change in ("evaluation.num_prompts=1", "objectives.bv.set=[]", "objectives={ce: {recipe: ce}}", "seeds=[2]"):
         with pytest.raises(StudyError, match="holds another study"):
             Study(load_study("s.yaml", [change]), "parts").run()

@@ -335,8 +335,8 @@ def check_num_proposals(drafter: Drafter | None, asked: int | ProposalPolicy | N
         raise DecodingError("num_proposals says how many tokens a drafter proposes, and there is none; leave it out")
     if not 1 <= num_proposals <= drafter.config.num_proposals:
         raise DecodingError(
-            f"num_proposals must be between 1 and {drafter.config.num_proposals}, which this drafter was trained for; "
-            f"it is {num_proposals}"
+            f"num_proposals must be between 1 and {drafter.config.num_proposals}, the most that this drafter can "
+            f"propose; it is {num_proposals}"
         )
 
 

@@ -235,8 +235,8 @@ class Drafter(nn.Module, ABC):
     def _check_num_proposals(self, num: int) -> None:
         if not 1 <= num <= self.config.num_proposals:
             raise BlockdraftError(
-                f"this drafter was trained to propose {self.config.num_proposals} tokens; num_proposals must be "
-                f"between 1 and that, not {num}"
+                f"this drafter can propose {self.config.num_proposals} tokens; num_proposals must be between 1 and "
+                f"that, not {num}"
             )
 
     def _slots(self, anchor_tokens: Tensor, target: Target, dtype: torch.dtype, num_slots: int) -> Tensor:

@@ -81,7 +81,10 @@ def ship(
         raise CheckpointError(f"{source} does not record its target's fingerprint, so it cannot be shipped")
     if num_proposals is not None:
         if not 1 <= num_proposals <= config.num_proposals:
-            raise CheckpointError(f"{source} was trained to propose {config.num_proposals} tokens, not {num_proposals}")
+            raise CheckpointError(
+                f"{source} was trained to propose {config.num_proposals} tokens, not {num_proposals}; choose a number "
+                "from 1 to that"
+            )
         config = config.replace(num_proposals=num_proposals)
     tensors = rounded(load_tensors(source))
     with torch.device("meta"):

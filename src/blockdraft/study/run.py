@@ -30,6 +30,9 @@ from blockdraft.runs import Run
 from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyRecipe
 from blockdraft.study.summary import StudySummary, summarize
 
+COMPARED = ("objective", "annealing", "batch", "optimizer", "seed")
+"""Parts of a recipe that a finished run must share with its cell; what depends on data and target is left out."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -155,10 +158,19 @@ class Study:
         return max(saved, metrics[-1]["step"] if metrics else 0), run.info.num_steps
 
     def is_trained(self, cell: StudyCell) -> bool:
-        """Return whether a cell's last checkpoint is the end of its training."""
+        """Return whether a cell's last checkpoint is the end of its training.
+
+        A run by other settings is refused: a shipped recipe may have changed since the study was begun.
+        """
         if not Run.is_run(self.run_folder(cell)):
             return False
-        run = Run.open(self.run_folder(cell))
+        run, wanted = Run.open(self.run_folder(cell)), cell.recipe.resolved()
+        differ = [name for name in COMPARED if getattr(run.recipe, name) != getattr(wanted, name)]
+        if differ:
+            raise StudyError(
+                f"{run.folder} was trained by another recipe: {', '.join(differ)} differ. Choose another --out, or set "
+                "what it was trained with"
+            )
         return run.info.num_steps in run.checkpoints()
 
     def is_evaluated(self, target: str, seed: int) -> bool:
@@ -245,8 +257,8 @@ class Study:
             may_differ = {"seeds": now.seeds, "objectives": now.objectives, "baseline": now.baseline}
             if not kept or before.model_copy(update=may_differ) != now:
                 raise StudyError(
-                    f"{self.out} holds another study; only seeds and objectives may be added, and the baseline "
-                    "changed. Choose another --out"
+                    f"{self.out} holds another study; you may add seeds and objectives and change the baseline, "
+                    "nothing else. Choose another --out"
                 )
         with atomic_write(file) as unfinished:
             text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)

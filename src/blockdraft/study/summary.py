@@ -83,7 +83,7 @@ def _students_quantile(freedom: int) -> float:
 
 @dataclass(frozen=True)
 class StudySummary:
-    """Holds what a study found: its tables, the report's page, and what others win against the baseline, by name."""
+    """Holds what a study found: its tables, the report's page, and the wins of each objective over the baseline."""
 
     tables: list[Table]
     page: Path
@@ -106,6 +106,8 @@ def summarize(study: StudyRecipe, out: Path) -> StudySummary:
         others = [name for name in study.objectives if name != baseline]
         wins = {name: _count_wins(study, results, name, baseline) for name in others}
     folder = out / "report"
+    for stale in (folder / "tables").glob("study-*-over-*"):  # the baseline may have been another one
+        stale.unlink()
     for table in tables:
         for ending, content in (("md", table.markdown()), ("tex", table.latex()), ("csv", table.csv())):
             with atomic_write(folder / "tables" / f"study-{table.name}.{ending}") as unfinished:
