@@ -221,6 +221,14 @@ def test_the_command_on_a_card_trains_by_the_recipe_that_it_was_trained_by(name)
         assert getattr(found, section) == getattr(trained, section), section
 
 
+def test_the_card_names_the_drafter_that_training_started_from():
+    record = ShippedDrafter.read(SHIPPED["pocket-dflash-dpace-bv"])
+    card = (SHIPPED["pocket-dflash-dpace-bv"] / "README.md").read_text()
+    assert "| starts from | the drafter runs/long-dflash-dpace |" in card
+    assert record.commands[-2].endswith("--out runs/long-dflash-dpace")
+    assert "starts from" not in (SHIPPED["pocket-dflash-bv"] / "README.md").read_text()
+
+
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_what_is_shipped_is_whole(name):
     record, files = ShippedDrafter.read(SHIPPED[name]), {file.name for file in SHIPPED[name].iterdir()}

@@ -42,6 +42,7 @@ from blockdraft.export.card import (
 from blockdraft.export.folders import DRAFTER_FILES, replacing
 from blockdraft.files import Provenance
 from blockdraft.recipes import Recipe, load_recipe, shipped_names
+from blockdraft.recipes.schema import KNOWN_INITIAL
 from blockdraft.runs import Run
 
 MACHINE = ("runtime", "logging")
@@ -204,6 +205,7 @@ def write_shipped_card(folder: Path, record: ShippedDrafter, config: DrafterConf
                 ("proposals per block", _proposals_in_words(config, record.recipe)),
                 ("features", f"outputs of the target's layers {', '.join(map(str, config.target_layers))} (from 0)"),
                 ("objective", record.label),
+                *_start_in_words(record.recipe),
                 ("steps", f"{record.step:,} of {record.num_steps:,}"),
                 ("texts", _texts_in_words(record.data)),
                 ("made with", _versions(record.provenance)),
@@ -226,6 +228,12 @@ def write_shipped_card(folder: Path, record: ShippedDrafter, config: DrafterConf
 def _proposals_in_words(config: DrafterConfig, recipe: Recipe) -> str:
     trained = recipe.drafter.num_proposals
     return f"{config.num_proposals}" + ("" if config.num_proposals == trained else f", trained with {trained}")
+
+
+def _start_in_words(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return the row of a card that names the drafter whose weights training started from, if it did."""
+    initial = recipe.drafter.initial
+    return [] if initial in KNOWN_INITIAL else [("starts from", f"the drafter {initial.removeprefix('./')}")]
 
 
 def _texts(run: Run) -> TrainingTexts:
