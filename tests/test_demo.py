@@ -22,7 +22,7 @@ class StopError(Exception):
     pass
 
 
-SHIPPED = ("pocket-dspark-bv", "pocket-dspark-ce")
+SHIPPED = ("pocket-dflash-bv", "pocket-dspark-bv")
 """What stands beside the demo's own drafters."""
 
 
@@ -60,18 +60,18 @@ def test_all_stages_and_going_on(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "evaluation" / "results.json").read_text())["target"] == "pocket"
 
 
-def test_shipped_drafters_of_the_same_kind_and_target_stand_beside(tmp_path, monkeypatch):
-    def record(name, target, kind, objective):
-        recipe = SimpleNamespace(drafter=SimpleNamespace(kind=kind), objective=SimpleNamespace(name=objective))
-        return SimpleNamespace(name=name, target=target, recipe=recipe)
+def test_drafters_that_were_shipped_with_bv_stand_beside(tmp_path, monkeypatch):
+    def record(name, target, kind):
+        return SimpleNamespace(name=name, target=target, recipe=SimpleNamespace(drafter=SimpleNamespace(kind=kind)))
 
     found = [
-        record("a", "pocket", "dspark", "bv"), record("b", "smollm2", "dspark", "bv"),
-        record("c", "pocket", "dflash", "bv"), record("d", "pocket", "dspark", "ce"),
-        record("e", "pocket", "dspark", "kl"),
+        record("pocket-dflash-bv", "pocket", "dflash"), record("pocket-dflash-ce", "pocket", "dflash"),
+        record("pocket-dflash-dpace-bv", "pocket", "dflash"), record("pocket-dspark-bv", "pocket", "dspark"),
+        record("smollm2-dspark-bv", "smollm2", "dspark"),
     ]  # fmt: skip
     monkeypatch.setattr(demo, "shipped_drafters", lambda: found)
-    assert Demo("pocket", tmp_path, lambda *_: None).shipped == ["a", "d"]
+    for target, names in (("pocket", ["pocket-dflash-bv", "pocket-dspark-bv"]), ("smollm2", ["smollm2-dspark-bv"])):
+        assert Demo(target, tmp_path, lambda *_: None).shipped == names
 
 
 def test_runs_compute_where_the_target_does(tmp_path):

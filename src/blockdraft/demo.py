@@ -45,7 +45,7 @@ from blockdraft.reports import ReportFiles, write_report
 from blockdraft.runs import Run
 from blockdraft.targets import Target, load_target
 
-KIND = "dspark"
+KIND = "dflash"
 OBJECTIVES = ("ce", "bv")
 
 
@@ -202,7 +202,7 @@ class Demo:
                 self.on_progress(f"training with {name.upper()}", run.metrics()[-1]["step"], run.info.num_steps, 0)
 
     def _evaluate(self, target: Target) -> Results:
-        """Measure both drafters, and beside them the shipped ones of the same kind."""
+        """Measure both drafters, and beside them the shipped ones that were trained with BV for longer."""
         size = self.size
         protocol = Protocol(
             max_new_tokens=size.eval_tokens, num_decoded=size.decoded_prompts, dynamics_texts=size.dynamics_texts,
@@ -216,9 +216,9 @@ class Demo:
 
     @property
     def shipped(self) -> list[str]:
-        """Give the names of the shipped drafters for this target that are of the kind that is trained here."""
-        alike = [each for each in shipped_drafters() if each.recipe.drafter.kind == KIND and each.target == self.name]
-        return [each.name for each in alike if each.recipe.objective.name in OBJECTIVES]
+        """Give the names of the shipped drafters for this target that were trained with BV from the start."""
+        found = [each for each in shipped_drafters() if each.target == self.name]
+        return [each.name for each in found if each.name == f"{self.name}-{each.recipe.drafter.kind}-bv"]
 
 
 QUICK_WARM_UP_TOKENS = 8
