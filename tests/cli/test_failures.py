@@ -87,7 +87,18 @@ def test_ctrl_c_says_whether_the_same_command_resumes(run):
     assert run(raises=KeyboardInterrupt(), cls=cli.ResumableVerb) == stopped
 
 
+@pytest.fixture
+def foreground():
+    """As started by hand: a shell lets commands in the background ignore Ctrl-C, and nohup lets them ignore SIGHUP."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="signals of POSIX")
+@pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_ends_a_verb_that_resumes_in_order(run, monkeypatch, name):
     number, cleaned = getattr(signal, name), []
@@ -262,6 +273,7 @@ def test_output_that_nobody_reads_is_no_error():
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.usefixtures("foreground")
 def test_a_real_ctrl_c(tmp_path):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(f'{{"id": "{i}", "turns": ["What is {i}?"]}}\n' for i in range(2000)))
