@@ -181,7 +181,7 @@ def test_every_round_proposes_what_it_is_told_to(target, kind):
 def test_adaptive_proposals_need_a_drafter_that_can_make_them(target):
     with pytest.raises(DecodingError, match="there is none"):
         generate(target, None, [7], num_proposals=Script(1))
-    with pytest.raises(DecodingError, match="between 1 and 3, which this drafter was trained for; it is 4"):
+    with pytest.raises(DecodingError, match="between 1 and 3, the most that this drafter can propose; it is 4"):
         generate(target, tiny_drafter("dflash", target).with_proposals(3), [7], num_proposals=Script(1))
     with pytest.raises(DecodingError, match="not recorded as CUDA graphs"):
         generate(target, tiny_drafter("dflash", target), [7], num_proposals=Script(1), cuda_graphs=True)
