@@ -189,16 +189,18 @@ def test_jobs_run_side_by_side_where_what_they_need_allows_it(tmp_path, monkeypa
     study = Study(load_study(tmp_path / "s.yaml"), tmp_path)
     monkeypatch.setattr(Job, "command", property(lambda job: ["sh", "-c", *job.arguments]))
 
-    def job(name, needs=(), waits_for=()):
-        waits = "".join(f"until grep -qe {mark} marks 2>/dev/null; do sleep 0.05; done; " for mark in waits_for)
-        script = f"cd {tmp_path}; echo +{name} >> marks; {waits}echo -{name} >> marks"
-        return Job(name, [script], frozenset(needs))
+    def waiting(marks):
+        return "".join(f"until grep -qe {mark} marks 2>/dev/null; do sleep 0.05; done; " for mark in marks)
+
+    def job(name, needs=(), waits_for=(), begins_after=()):
+        begin, end = f"{waiting(begins_after)}echo +{name} >> marks", f"{waiting(waits_for)}echo -{name} >> marks"
+        return Job(name, [f"cd {tmp_path}; {begin}; {end}"], frozenset(needs))
 
     beside = num_at_once > 1  # then each waits for the other's mark, and the order is certain
     jobs = [
         job("train", waits_for=["+next"] if beside else []),
         job("evaluate", ["train"], waits_for=["-next"] if beside else []),
-        job("next", waits_for=["+evaluate"] if beside else []),
+        job("next", waits_for=["+evaluate"] if beside else [], begins_after=["+train"] if beside else []),
     ]
     ended, running = [], []
     study._run(jobs, num_at_once, running.append, ended.append)
