@@ -89,7 +89,7 @@ def test_ctrl_c_says_whether_the_same_command_resumes(run):
 
 @pytest.fixture
 def foreground():
-    """As started by hand: a shell lets commands in the background ignore Ctrl-C, and nohup lets them ignore SIGHUP."""
+    """Let signals act as in a foreground shell, whose background jobs ignore Ctrl-C and, under nohup, SIGHUP."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield

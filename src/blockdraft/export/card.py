@@ -28,7 +28,7 @@ CARD = "README.md"
 UNKNOWN = "not recorded"
 NAMES = {"dflash": "DFlash", "dspark": "DSpark"}
 EMBEDDED_LICENCES = {"pocket": "apache-2.0", "smollm2": "apache-2.0"}
-"""Of the embedded targets: this package's own, and what the metadata of SmolLM2's file says."""
+"""The licences of the embedded targets: pocket has this package's own, SmolLM2 the one in its file's metadata."""
 
 
 @dataclass(frozen=True)

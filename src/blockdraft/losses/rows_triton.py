@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Logits may come in these dtypes; the kernels compute in float32."""
 
 MAX_SCALES = 2
-"""So many overlaps can share one sweep, and one gradient."""
+"""The number of overlaps that can share one sweep, and one gradient."""
 
 SUM_ROWS = 7
 """The number of rows of the table of sums; see `sums`."""

@@ -184,8 +184,8 @@ def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -
         study = StudyRecipe.model_validate(override(read_yaml_file(path), assignments or []))
     except ValidationError as error:
         first = error.errors()[0]
-        where = "".join(f"{part}: " for part in [".".join(map(str, first["loc"]))] if part)
-        raise StudyError(f"{name}: {where}{first['msg'].removeprefix('Value error, ')}") from error
+        where, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise StudyError(": ".join(part for part in (name, where, reason) if part)) from error
     names = [cell.name for cell in study.cells]
     twice = next((each for each in names if names.count(each) > 1), None)
     if twice is not None:
