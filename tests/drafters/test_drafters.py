@@ -241,6 +241,27 @@ def test_markov_heads_step_by_step_and_all_at_once(head):
     assert differs.tolist() == ([True] * 4 if head == "rnn" else [True, False, False, False])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_markov_heads_logits_are_added_in_float32(dtype):
+    drafter = tiny_drafter("dspark", tiny_target()).to(dtype)
+    logits, embedded = torch.randn(3, 40), torch.randn(3, 6).to(dtype)
+    found = drafter.markov_head.add_to(logits, embedded)
+    assert found.dtype == torch.float32
+    expected = logits + drafter.markov_head.markov_w2(embedded).float()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_block_is_drawn_with_one_uniform_number_for_each_position():
+    """Each token inverts its own q at its own number, and the numbers are those of a single draw."""
+    target, drafter, _, features, _ = scene("dspark")
+    cache = drafter.new_cache(20)
+    drafter.extend(cache, features[:1, :6])
+    proposal = drafter.propose(cache, 8, target, 1.0, torch.Generator().manual_seed(3))
+    uniform = torch.rand(4, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    below = proposal.probs[0].double().cumsum(-1)
+    assert torch.equal(proposal.tokens[0], (below <= uniform * below[:, -1:]).sum(-1))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_proposals", [1, 2, 3, 4])
 def test_a_shorter_block_is_that_of_a_drafter_with_fewer_slots(kind, num_proposals):

@@ -168,7 +168,7 @@ class MarkovHead(nn.Module):
 
     def step(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Take one position: h_k ``[A, H]``, x_{k-1} ``[A]``, s ``[A, r]`` -> e_k ``[A, r]`` and the next s."""
-        embedded = self.markov_w1(previous)
+        embedded = torch.embedding(self.markov_w1.weight, previous)
         if self.kind == "gated":
             return self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid() * embedded, state
         if self.kind == "rnn":
@@ -176,6 +176,13 @@ class MarkovHead(nn.Module):
             keep = gate.sigmoid()
             return output.tanh(), keep * state + (1 - keep) * candidate.tanh()
         return embedded, state
+
+    def add_to(self, logits: Tensor, embedded: Tensor) -> Tensor:
+        """Return ``logits + W2 e_k`` in float32, from logits ``[A, V]`` in float32 and e_k ``[A, r]``."""
+        across = self.markov_w2.weight.t()
+        if across.dtype == torch.float32:
+            return torch.addmm(logits, embedded, across)
+        return logits + (embedded @ across).float()
 
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Take all positions along known tokens: ``[A, B, H]``, ``[A, B]`` -> ``[A, B, r]``."""

@@ -25,7 +25,7 @@ from blockdraft.drafters.config import DrafterConfig, SlotLayout
 from blockdraft.errors import BlockdraftError
 from blockdraft.targets import Target
 from blockdraft.targets.decoder import Product, weights_key
-from blockdraft.verification.sampler import draw
+from blockdraft.verification.sampler import draw, invert, uniform_for
 
 MakeAttention = Callable[[Anchors, int, int, int], BlockAttention]
 """(anchors, num_slots, num_rows, context_length) -> how the blocks attend."""
@@ -319,23 +319,25 @@ class DSpark(Drafter):
         generator: Generator | None = None,
     ) -> Proposal:
         base = self._head_product(hidden.to(target.dtype), target)[0].float()
-        previous = anchor
-        state = self.markov_head.initial_state(hidden)
+        positions = zip(hidden.unbind(1), base.split(1), uniform_for(base, generator).split(1), strict=True)
+        head, previous = self.markov_head, anchor
+        state = head.initial_state(hidden)
         tokens, rows = [], []
-        for k in range(hidden.shape[1]):
-            embedded, state = self.markov_head.step(hidden[:, k], previous, state)
-            probs = draft_probs_of(base[k : k + 1] + self.markov_head.markov_w2(embedded).float(), temperature)
-            previous = self._token_ids(draw(probs, generator))
+        for hidden_k, logits, uniform in positions:
+            embedded, state = head.step(hidden_k, previous, state)
+            probs = draft_probs_of(head.add_to(logits, embedded), temperature)
+            previous = self._token_ids(invert(probs, uniform))
             tokens.append(previous)
             rows.append(probs)
-        return Proposal(torch.stack(tokens, 1), self._spread(torch.stack(rows, 1), 0.0))
+        return Proposal(torch.cat(tokens)[None], self._spread(torch.cat(rows)[None], 0.0))
 
 
 def draft_probs_of(logits: Tensor, temperature: float) -> Tensor:
     """Return q from logits ``[..., V]``, in float32; temperature 0 is one-hot at the argmax."""
     if temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
-    return (logits.float() / temperature).softmax(-1)
+    logits = logits.float()
+    return (logits if temperature == 1 else logits / temperature).softmax(-1)
 
 
 def build_drafter(config: DrafterConfig) -> Drafter:

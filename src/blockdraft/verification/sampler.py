@@ -67,19 +67,34 @@ def verify(
 
 
 DRAW_BLOCK = 256
-"""Tokens whose probabilities `draw` sums first where there are many."""
+"""Tokens whose probabilities `invert` sums first where there are many."""
 
 
 def draw(probs: Tensor, generator: Generator | None = None) -> Tensor:
     """Draw one token from each row of probabilities ``[.., V]``; ``[..]``.
 
-    Inverts the distribution function, in float64, at one uniform number a row: the first v with sum_{u <= v} p_u above
-    it. Of a large vocabulary, first the block of tokens is found and then the token in it. `torch.multinomial` throws
-    a number for every token instead, which takes longer than a drafter's pass, and looks at the values, for which the
-    host would have to wait twice on a GPU. The largest float64 below 1 times any number is below it also when rounded,
-    so the last sum always lies above.
+    `torch.multinomial` throws a number for every token, which takes longer than a drafter's pass, and looks at the
+    values, for which the host would have to wait twice on a GPU. Here one uniform number a row decides; see `invert`.
     """
-    uniform = torch.rand((*probs.shape[:-1], 1), generator=generator, dtype=torch.float64, device=probs.device)
+    return invert(probs, uniform_for(probs, generator))
+
+
+def uniform_for(rows: Tensor, generator: Generator | None = None) -> Tensor:
+    """Return one uniform number for each of the rows ``[.., V]``: ``[.., 1]``, in float64."""
+    return torch.rand((*rows.shape[:-1], 1), generator=generator, dtype=torch.float64, device=rows.device)
+
+
+def invert(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Return the first token v of each row with ``sum_{u <= v} p_u`` above the row's number; ``[.., V]`` to ``[..]``.
+
+    This inverts the distribution function, in float64. Of a large vocabulary, first the block of tokens is found and
+    then the token in it. The largest float64 below 1 times any number is below it also when rounded, so the last sum
+    always lies above.
+
+    Args:
+        probs: ``[.., V]``; a row that does not sum to one is taken as if divided by its sum.
+        uniform: ``[.., 1]`` in float64, in [0, 1).
+    """
     vocab_size = probs.shape[-1]
     if vocab_size < DRAW_BLOCK**2 // 16:
         below = probs.cumsum(-1, dtype=torch.float64)
