@@ -67,16 +67,21 @@ class Decoder:
 
         ``at`` ``[1]`` is the first token's position if only the device knows it; see `KVCache.write`.
         """
-        positions, stores = cache.write(len(tokens), self.shape, self.embedding, at)
-        end = positions.end if isinstance(positions, HostPositions) else cache.capacity
-        rotary = self._table(end).at(positions)
-        mask = self._masks.causal(positions, cache.capacity)
+        rotary, mask, stores = self.places(len(tokens), cache, at)
         x = torch.nn.functional.embedding(tokens, self.embedding)
         streams = {}
         for i, (layer, store) in enumerate(zip(self.layers, stores, strict=True)):
             x = streams[i] = layer(x, rotary, store, mask)
         features = torch.cat([streams[i] for i in layers], -1) if layers else None
         return self.norm(x), features
+
+    def places(
+        self, num_rows: int, cache: KVCache, at: Tensor | None = None
+    ) -> tuple[tuple[Tensor, Tensor], Mask, list[Store]]:
+        """Make room for the next tokens of a text; return their angles, who sees whom, and each layer's store."""
+        positions, stores = cache.write(num_rows, self.shape, self.embedding, at)
+        end = positions.end if isinstance(positions, HostPositions) else cache.capacity
+        return self._table(end).at(positions), self._masks.causal(positions, cache.capacity), stores
 
     def _table(self, end: int) -> RotaryTable:
         """Return the angles of at least ``end`` positions."""
@@ -105,17 +110,32 @@ def decoder_of(model: PreTrainedModel) -> Decoder | None:
 
 
 def _check(decoder: Decoder, model: PreTrainedModel, probe: Tensor) -> None:
-    """Compare hidden states and a feature with transformers', for a first pass, a block behind it and one token."""
+    """Compare every layer with transformers' on the same input: for a first pass, a block behind it and one token.
+
+    Layer by layer, because in low precision the rounding of a deep model may grow beyond any tolerance by its end,
+    transformers' own as much as ours. What a whole pass gives as the first layer's feature is compared as well.
+    """
     expected = model.model(probe[None], output_hidden_states=True)
+    streams = [*(stream[0] for stream in expected.hidden_states[:-1]), expected.last_hidden_state[0]]
+    tolerance, last, parts = TOLERANCE[decoder.embedding.dtype], len(decoder.layers) - 1, (3, 3, len(probe) - 6)
     cache = KVCache(len(decoder.layers), len(probe))
-    parts = [decoder.forward(part, cache, [0]) for part in probe.split([3, 3, 1])]
-    tolerance = TOLERANCE[decoder.embedding.dtype]
-    wanted = {"the last hidden state": expected.last_hidden_state, "a feature": expected.hidden_states[1]}
-    if len(decoder.layers) == 1:
-        del wanted["a feature"]  # it would be normalised
-    for i, (name, value) in enumerate(wanted.items()):
-        if value.isfinite().all():  # damaged weights are found when they are used
-            compare(name, torch.cat([_given(part[i]) for part in parts]), value[0], tolerance)
+    outputs = [_run_layers(decoder, part, cache) for part in zip(*(x.split(parts) for x in streams[:-1]), strict=True)]
+    for i, output in enumerate(map(torch.cat, zip(*outputs, strict=True))):
+        if not (streams[i].isfinite().all() and streams[i + 1].isfinite().all()):
+            return  # damaged weights are found when they are used
+        name, found = ("the last hidden state", decoder.norm(output)) if i == last else (f"layer {i}", output)
+        compare(name, found, streams[i + 1], tolerance)
+    if last > 0:  # a single layer's output would be normalised
+        cache.rollback(0)
+        features = [decoder.forward(part, cache, [0])[1] for part in probe.split(parts)]
+        compare("a feature", torch.cat([each for each in features if each is not None]), streams[1], tolerance)
+
+
+def _run_layers(decoder: Decoder, streams: Sequence[Tensor], cache: KVCache) -> list[Tensor]:
+    """Return the output of each layer for an input of its own, ``[T, H]`` each."""
+    rotary, mask, stores = decoder.places(len(streams[0]), cache)
+    layers = zip(decoder.layers, streams, stores, strict=True)
+    return [layer(x, rotary, store, mask) for layer, x, store in layers]
 
 
 def _is_supported(model: PreTrainedModel) -> bool:
@@ -146,11 +166,6 @@ def _is_plain(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     is_matrix = isinstance(weight, Tensor) and weight.dim() == 2
     return not changed and (not is_matrix or type(module) in (nn.Linear, nn.Embedding))
-
-
-def _given(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
 
 
 def _weight(module: Any) -> Tensor:
