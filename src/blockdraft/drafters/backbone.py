@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from blockdraft.drafters.config import DrafterConfig
-from blockdraft.targets.attention import DevicePositions, HostPositions, Masks, Positions, RotaryTable, rotated
+from blockdraft.targets.attention import (
+    DevicePositions,
+    HostPositions,
+    Masks,
+    Positions,
+    RotaryTable,
+    TextAttention,
+    rotated,
+)
 from blockdraft.targets.decoder import FusedLayer, Norm, Product, norm_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -259,7 +267,7 @@ class ContextCache:
         rotary, mask = self.rotary.at(positions), self.masks.whole(positions, self.room)
         stores = positions.stores(*self.storage.unsqueeze(2))
         for layer, store in zip(self.weights.layers, stores, strict=True):
-            x = layer(x, rotary, store, mask)
+            x = layer(x, rotary, TextAttention(store, mask))
         return x
 
     def clear_behind(self, length: int) -> None:

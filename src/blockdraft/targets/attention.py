@@ -218,6 +218,32 @@ class Mask:
         self.values, self.is_causal = values, is_causal
 
 
+class TextAttention:
+    """Attends from new tokens of one text to what its cache holds and to each other.
+
+    store: writes keys and values behind those that are held, and returns all. mask: who sees whom.
+    """
+
+    def __init__(self, store: Store, mask: Mask) -> None:
+        self.store, self.mask = store, mask
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend with queries ``[T, heads, d]``, keys and values ``[T, kv_heads, d]``; ``[T, heads * d]``.
+
+        The query heads that share a key/value head stand in the place of query positions, so that keys and values
+        are not repeated.
+        """
+        num_rows, kv_heads, width = keys.shape
+        all_keys, all_values = self.store(keys.transpose(0, 1), values.transpose(0, 1))
+        if self.mask.is_causal:
+            query = queries.transpose(0, 1).unsqueeze(0)
+            return _causal(query, all_keys, all_values, None)[0].flatten(1)
+        grouped = queries.view(num_rows, kv_heads, -1, width)
+        folded = grouped.transpose(0, 1).reshape(1, kv_heads, -1, width)
+        out: Tensor = scaled_dot_product_attention(folded, all_keys, all_values, attn_mask=self.mask.values)
+        return out.view(kv_heads, num_rows, -1, width).transpose(0, 1).reshape(num_rows, -1)
+
+
 class Masks:
     """Make the masks of T rows behind any number of held tokens; most of them are slices of one tensor.
 

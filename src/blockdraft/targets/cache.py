@@ -135,6 +135,8 @@ class BatchedKVCache:
     The texts in use fill the slots from the front without gaps, so that every pass
     works on slices of the storage. A text that ends gives its slot to the last one.
     The storage grows with the longest text that there was.
+
+    On a CPU, steps of one token go through the package's own forward pass where there is one.
     """
 
     def __init__(self, target: "Target", num_slots: int, capacity: int) -> None:
@@ -145,6 +147,7 @@ class BatchedKVCache:
         self._first = 0
         self._seen: Tensor | None = None
         self._places: tuple[Tensor, Tensor] | None = None
+        self._decoder = target.make_decoder() if target.device.type == "cpu" else None
 
     def __len__(self) -> int:
         """Return how many texts it holds."""
@@ -181,9 +184,12 @@ class BatchedKVCache:
         self._first = 0
         self._seen = (torch.arange(longest, device=device) <= lengths[:, None])[:, None, None]
         self._places = torch.arange(len(self), device=device), lengths  # the same for every layer, sent once
-        hidden = self._forward(new[:, None], lengths[:, None])
+        if self._decoder is not None:
+            hidden = self._decoder.step(new, lengths, [layer.attend for layer in self._layers])
+        else:
+            hidden = self._forward(new[:, None], lengths[:, None])[:, 0]
         self.lengths = [length + 1 for length in self.lengths]
-        return hidden[:, 0]
+        return hidden
 
     @torch.inference_mode()
     def remove(self, slot: int) -> None:
@@ -234,6 +240,12 @@ class _BatchedLayer(CacheLayerMixin):
         self.keys[rows_at, :, positions] = key_states[:, :, 0]
         self.values[rows_at, :, positions] = value_states[:, :, 0]
         return self.keys[: len(rows_at), :, : seen.shape[-1]], self.values[: len(rows_at), :, : seen.shape[-1]]
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Append a token to each text, keys and values ``[N, kv_heads, d]``, and attend from it: ``[N, heads * d]``."""
+        held = self.update(keys.unsqueeze(2), values.unsqueeze(2))
+        attention = SlotAttention(self.slots._seen)
+        return attention(queries.unsqueeze(2), *held, None).flatten(1)
 
     def _reserve(self, length: int) -> None:
         """Make room for texts of this length, zeros at first: what is masked must still be a number."""

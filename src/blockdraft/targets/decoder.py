@@ -1,8 +1,9 @@
-"""Run a forward pass of our own for decoding with Llama, Qwen2 and Qwen3, one text at a time.
+"""Run a forward pass of our own for decoding with Llama, Qwen2 and Qwen3.
 
 Transformers takes about 0.6 ms of operators and Python for each layer, whatever its width; a small target spends most
 of its time there. This pass takes the model's weights, does the same arithmetic in fewer operations, and is compared
-with transformers' own when it is made. Other families, packed texts and batches go through transformers.
+with transformers' own when it is made. On a CPU, texts that grow side by side by one token each go through it, too.
+Other families, packed texts and other batches go through transformers.
 
 A round of speculative decoding passes 1 to 16 tokens through small matrices, so the number of operations and the layout
 of the weights decide how long it takes. In a `FusedLayer`, which drafters use too, the products of queries, keys and
@@ -12,16 +13,16 @@ are packed once in the layout of oneDNN instead of at every call.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedModel
 
 from blockdraft.selfcheck import compare, passes_check
-from blockdraft.targets.attention import HostPositions, Mask, Masks, RotaryTable, Store, rotated
+from blockdraft.targets.attention import HostPositions, Masks, RotaryTable, TextAttention, rotated
 from blockdraft.targets.cache import KVCache
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -67,21 +68,34 @@ class Decoder:
 
         ``at`` ``[1]`` is the first token's position if only the device knows it; see `KVCache.write`.
         """
-        rotary, mask, stores = self.places(len(tokens), cache, at)
+        rotary, attentions = self.places(len(tokens), cache, at)
         x = torch.nn.functional.embedding(tokens, self.embedding)
         streams = {}
-        for i, (layer, store) in enumerate(zip(self.layers, stores, strict=True)):
-            x = streams[i] = layer(x, rotary, store, mask)
+        for i, (layer, attend) in enumerate(zip(self.layers, attentions, strict=True)):
+            x = streams[i] = layer(x, rotary, attend)
         features = torch.cat([streams[i] for i in layers], -1) if layers else None
         return self.norm(x), features
 
+    def step(self, tokens: Tensor, positions: Tensor, attentions: "Sequence[Attend]") -> Tensor:
+        """Map one token of each of N texts, ``[N]`` at positions ``[N]``, to hidden states ``[N, H]``.
+
+        attentions: of each layer, how the texts attend to what a cache holds of them.
+        """
+        table = self._table(int(positions.max()) + 1)
+        rotary = table.cos.index_select(0, positions), table.sin.index_select(0, positions)
+        x = torch.nn.functional.embedding(tokens, self.embedding)
+        for layer, attend in zip(self.layers, attentions, strict=True):
+            x = layer(x, rotary, attend)
+        return self.norm(x)
+
     def places(
         self, num_rows: int, cache: KVCache, at: Tensor | None = None
-    ) -> tuple[tuple[Tensor, Tensor], Mask, list[Store]]:
-        """Make room for the next tokens of a text; return their angles, who sees whom, and each layer's store."""
+    ) -> tuple[tuple[Tensor, Tensor], list[TextAttention]]:
+        """Make room for the next tokens of a text; return their angles, and how they attend in each layer."""
         positions, stores = cache.write(num_rows, self.shape, self.embedding, at)
         end = positions.end if isinstance(positions, HostPositions) else cache.capacity
-        return self._table(end).at(positions), self._masks.causal(positions, cache.capacity), stores
+        mask = self._masks.causal(positions, cache.capacity)
+        return self._table(end).at(positions), [TextAttention(store, mask) for store in stores]
 
     def _table(self, end: int) -> RotaryTable:
         """Return the angles of at least ``end`` positions."""
@@ -133,9 +147,9 @@ def _check(decoder: Decoder, model: PreTrainedModel, probe: Tensor) -> None:
 
 def _run_layers(decoder: Decoder, streams: Sequence[Tensor], cache: KVCache) -> list[Tensor]:
     """Return the output of each layer for an input of its own, ``[T, H]`` each."""
-    rotary, mask, stores = decoder.places(len(streams[0]), cache)
-    layers = zip(decoder.layers, streams, stores, strict=True)
-    return [layer(x, rotary, store, mask) for layer, x, store in layers]
+    rotary, attentions = decoder.places(len(streams[0]), cache)
+    layers = zip(decoder.layers, streams, attentions, strict=True)
+    return [layer(x, rotary, attend) for layer, x, attend in layers]
 
 
 def _is_supported(model: PreTrainedModel) -> bool:
@@ -174,6 +188,10 @@ def _weight(module: Any) -> Tensor:
 
 
 # The layers, which targets and drafters share
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Keep keys and values of T tokens, ``[T, kv_heads, d]`` each, and attend with queries ``[T, heads, d]``; the result is
+``[T, heads * d]``."""
 
 
 class Product:
@@ -308,40 +326,23 @@ class FusedLayer:
             weight = torch.cat([norm.weight.expand(count, -1) for norm, count in counts])
             self.head_norm = _norm(attention.q_norm, weight)
 
-    def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor], store: Store, mask: Mask) -> Tensor:
+    def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Map a stream ``[T, H]`` to ``[T, H]``.
 
         Args:
             x: the stream.
             rotary: rows of a `RotaryTable`.
-            store: writes keys and values behind those that are held, and returns all.
-            mask: who sees whom.
+            attend: keeps the keys and values of these tokens, and attends with their queries.
         """
         num_rows, num_rotated = x.shape[0], self.num_heads + self.num_kv_heads
         states = self.qkv(self.input_norm(x)).view(num_rows, -1, self.head_dim)
         values = states[:, num_rotated:]
         states = states[:, :num_rotated]
         states = rotated(states if self.head_norm is None else self.head_norm(states), rotary)
-        held = store(states[:, self.num_heads :].transpose(0, 1), values.transpose(0, 1))
-        x = self.output.add_to(x, self._attend(states[:, : self.num_heads], held, mask))
+        attended = attend(states[:, : self.num_heads], states[:, self.num_heads :], values)
+        x = self.output.add_to(x, attended)
         gate, up = self.gate_up(self.middle_norm(x)).chunk(2, -1)
         return self.down.add_to(x, silu(gate).mul_(up))
-
-    def _attend(self, queries: Tensor, held: Sequence[Tensor], mask: Mask) -> Tensor:
-        """Attend with queries ``[T, heads, d]``; ``[T, heads * d]``.
-
-        The query heads that share a key/value head stand in the place of query positions, so that keys and values
-        are not repeated.
-        """
-        num_rows, (keys, values) = queries.shape[0], held
-        if mask.is_causal:
-            query = queries.transpose(0, 1).unsqueeze(0)
-            causal: Tensor = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
-            return causal[0].transpose(0, 1).flatten(1)
-        grouped = queries.view(num_rows, self.num_kv_heads, -1, self.head_dim)
-        folded = grouped.transpose(0, 1).reshape(1, self.num_kv_heads, -1, self.head_dim)
-        out: Tensor = scaled_dot_product_attention(folded, keys, values, attn_mask=mask.values)
-        return out.view(self.num_kv_heads, num_rows, -1, self.head_dim).transpose(0, 1).reshape(num_rows, -1)
 
 
 def norm_of(module: Any) -> Norm:

@@ -159,15 +159,20 @@ class Target:
     def new_cache(self, capacity: int) -> KVCache:
         """Return an empty KV cache for a text of up to ``capacity`` tokens.
 
-        With the first cache, and with the first after the weights have changed, a `Decoder` is made for a target of a
-        known family; one text at a time behind a cache then goes through it.
+        One text at a time behind it goes through the package's own forward pass where there is one: see
+        `make_decoder`.
         """
+        self.make_decoder()
+        return KVCache(self.num_layers, capacity)
+
+    def make_decoder(self) -> Decoder | None:
+        """Return a `Decoder` of the weights as they are now, for a target of a known family; made once for them."""
         key = weights_key(self.model) if self.use_decoder else None
         if key is None:
             self._decoder, self._decoder_key = None, None
         elif key != self._decoder_key:
             self._decoder, self._decoder_key = decoder_of(self.model), key
-        return KVCache(self.num_layers, capacity)
+        return self._decoder
 
     @property
     def decoder(self) -> Decoder | None:
