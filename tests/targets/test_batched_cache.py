@@ -14,11 +14,15 @@ def alone(target, text):
     return target.forward(torch.tensor([text])).hidden[0, -1]
 
 
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_states_are_those_of_each_text_alone_while_texts_come_and_go(family):
+def test_hidden_states_are_those_of_each_text_alone_while_texts_come_and_go(family, own):
+    """Through the package's own forward pass, and through transformers."""
     target = tiny_target(family)
+    target.use_decoder = own
     dice = random.Random(0)
     slots, texts = BatchedKVCache(target, 5, 40), []
+    assert (slots._decoder is not None) == own
     for _ in range(60):
         free = 5 - len(texts)
         if free and dice.random() < 0.5:
