@@ -115,6 +115,14 @@ def test_one_hot(found):
     assert rows(table)["pocket", "BV"][:2] == ["*3.50*", "*3.47*"]
 
 
+def test_what_people_read_says_argmax_drafts_and_not_one_hot(found):
+    assert found["one-hot"].title == "Argmax drafts"
+    for table in found.values():
+        read = [table.title, table.caption, *(label for row in table.rows for label in row.labels)]
+        read += [head for column in table.columns for head in column.heads]
+        assert not [text for text in read if "hot" in text.lower().replace("-", " ").split()]
+
+
 def test_retention_by_task_and_pooled(found):
     table = found["retention-pocket"]
     assert list(dict.fromkeys(row.labels[0] for row in table.rows)) == [
@@ -135,7 +143,7 @@ def test_lengths_and_seconds(found):
     row = rows(found["lengths"])["pocket", "T=1 (block verification)", "DFlash", "CE"]
     whole = sum(synthetic_retention(task)[-1] for task in ("sums", "functions", "talk_2")) / 3
     assert row == ["1", "2.95 [2.90, 3.00]", "2.92 [2.82, 3.02]", "1.92 [1.82, 2.02]", f"{whole:.1%}"]
-    hot = rows(found["lengths"])["pocket", "T=1 (block verification), one-hot drafts", "DFlash", "CE"]
+    hot = rows(found["lengths"])["pocket", "T=1 (block verification), argmax drafts", "DFlash", "CE"]
     assert hot[:3] == ["0", "2.75 [2.70, 2.80]", "2.72 [2.62, 2.82]"]
     labels = [row.labels for row in found["lengths"].rows]
     assert len(labels) == len(set(labels)) == 5 * 7 + 3 * 7

@@ -291,7 +291,7 @@ class Comparison:
         asked = {e.results.settings.get("temperature") for e in self.evaluations}
         temperature = asked.pop() if len(asked) == 1 else None
         sampled = f"T={temperature:g}" if isinstance(temperature, int | float) else "Sampled"
-        more = {"paper": "", "best": ", best draft T", "one-hot": ", one-hot drafts"}[choice]
+        more = {"paper": "", "best": ", best draft T", "one-hot": ", argmax drafts"}[choice]
         return f"{sampled} ({rule} verification){more}"
 
     @cached_property

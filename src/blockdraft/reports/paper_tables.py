@@ -121,13 +121,13 @@ def best_temperature_table(comparison: Comparison) -> Table:
 
 
 def one_hot_table(comparison: Comparison) -> Table:
-    """Show the main quantities with one-hot drafts under a sampling target."""
+    """Show the main quantities with argmax drafts under a sampling target."""
     columns, rows = _losses_by_drafters(comparison, ("block", "token"), "one-hot", (PREDICTED, TAU, SPEEDUP))
     caption = (
         "The target samples, the drafter proposes its most probable token (draft temperature 0), so each token is kept "
         f"with the probability that the target gives it. Engines do this by default. {COUNTED} {BEST}"
     )
-    return Table("one-hot", "One-hot drafts", caption, ("Target", "Loss"), columns, rows)
+    return Table("one-hot", "Argmax drafts", caption, ("Target", "Loss"), columns, rows)
 
 
 def token_verification_table(comparison: Comparison) -> Table:

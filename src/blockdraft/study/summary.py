@@ -158,7 +158,7 @@ def _settings(study: StudyRecipe) -> list[tuple[str, str, str]]:
         if rule == "greedy":
             found.append(("greedy", "paper", "T=0"))
         else:
-            choices = (("paper", "draft T=1"), ("best", "best draft T"), ("one-hot", "one-hot drafts"))
+            choices = (("paper", "draft T=1"), ("best", "best draft T"), ("one-hot", "argmax drafts"))
             found += [(rule, choice, f"T=1, {rule}, {words}") for choice, words in choices]
     return found
 
