@@ -84,6 +84,15 @@ def test_it_may_propose_fewer_tokens_than_it_was_trained_with(made, target, tmp_
         assert f"was trained to propose {trained} tokens, not {wrong}" in capsys.readouterr().err
 
 
+def test_the_label_says_what_it_began_from_though_the_path_is_not_kept(made, target, tmp_path):
+    changes = ("optimizer.max_steps=1", "objective.name=ce", f"drafter.initial={made / 'run'}")
+    runs.train(made / "data", tmp_path / "run", *changes, model=target)
+    assert tool.main([str(tmp_path / "run"), "--name", "further", "--out", str(tmp_path)]) == 0
+    record = ShippedDrafter.read(tmp_path / "further")
+    assert (record.label, record.recipe.drafter.initial) == ("BV, then CE", "./run")
+    assert "| objective | BV, then CE |" in (tmp_path / "further" / "README.md").read_text()
+
+
 def test_another_target_of_the_same_shapes_is_refused(shipped):
     del shipped
     with pytest.raises(CheckpointError, match="made for the target with fingerprint"):

@@ -87,7 +87,8 @@ class DrafterAbout(Strict):
     """Describes a drafter of the evaluation.
 
     name: unique in the evaluation; results refer to it.
-    label: for tables: the objective, and in what it is not the paper's (``BV w/o annealing``); else the name.
+    label: for tables: the objective, in what it is not the paper's (``BV w/o annealing``) and how the drafter that it
+        began from was trained (``CE, then BV``); else the name.
     objective: as in the recipe; None if the folder does not tell.
     best_draft_temperature: by rule, where the predicted length is largest.
     temperatures: the grid it was chosen from.

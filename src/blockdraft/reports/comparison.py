@@ -160,13 +160,18 @@ class Entry:
         return f"{self.kind} {self.label}"
 
     @property
+    def is_bv(self) -> bool:
+        """Tell whether BV, in whatever form, was the last objective it was trained with."""
+        return self.about.objective == "bv"
+
+    @property
     def rank(self) -> tuple[int, str]:
         """Sort by the paper's order of objectives, with other ones before BV and drafters of unknown origin last."""
         label = self.about.label
         if label in LABELS:
             place = LABELS.index(label) + (10 if label.startswith("BV") else 0)
         else:
-            place = 20 if self.about.objective is None else 9 if label.startswith("BV") else 8
+            place = 20 if self.about.objective is None else 9 if self.is_bv else 8
         return place, self.label
 
     def cells(self, rule: Rule, choice: TemperatureChoice) -> list[Cell]:

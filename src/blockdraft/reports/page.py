@@ -325,7 +325,7 @@ def _alike(measured: Averages) -> list[Averages]:
 
     def comparable(group: Averages) -> bool:
         labels = {entry.about.label for entry, _ in group}
-        return "CE" in labels and any(label.startswith("BV") for label in labels)
+        return "CE" in labels and any(entry.is_bv for entry, _ in group)
 
     split: list[Averages] = [group for _, group in groups]
     return [measured] if comparable(measured) and not any(map(comparable, split)) else split
@@ -370,5 +370,5 @@ def _headline(comparison: Comparison, rule: Rule, group: Averages) -> Headline:
 def _best(group: Averages) -> tuple[Entry, Average]:
     """Take BV if there is one, else a variant of BV, else any; of several the one with the largest predicted length."""
     exact = [m for m in group if m[0].about.label == "BV"]
-    variants = [m for m in group if m[0].about.label.startswith("BV")]
+    variants = [m for m in group if m[0].is_bv]
     return max(exact or variants or group, key=lambda m: m[1].predicted_length.value)
