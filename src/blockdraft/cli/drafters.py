@@ -55,7 +55,8 @@ def list_drafters(as_json: AsJson = False) -> None:
         length = None if each.measured is None else each.measured.length("block", "paper")
         table.add_row(
             Text(each.name), Text(each.target), config.kind, Text(each.label), str(config.num_layers),
-            str(config.num_proposals), f"{each.num_bytes / 1e6:.1f} MB", "-" if length is None else f"{length.value:.2f}",
+            str(config.num_proposals), f"{each.num_bytes / 1e6:.1f} MB",
+            "-" if length is None else f"{length.value:.2f}",
         )  # fmt: skip
     Console(highlight=False, width=max(80, Console(width=1000).measure(table).maximum)).print(table)
 

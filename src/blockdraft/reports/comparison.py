@@ -15,6 +15,7 @@ from blockdraft.evaluation.metrics import PHASES
 from blockdraft.evaluation.results import (
     Average,
     Cell,
+    CheckpointName,
     DrafterAbout,
     Dynamics,
     EvaluationError,
@@ -34,6 +35,11 @@ GROUPS = {"math": "Math", "code": "Code", "chat": "Chat"}
 LABELS = ("CE", "KL", "RKL", "TV", "LK", "BV w/o annealing", "BV")
 """The objectives of the paper's tables, in their order. "BV" is the paper's form with the paper's schedule only."""
 
+CHECKPOINTS: dict[CheckpointName | None, str] = {
+    "last": "the final ones",
+    "best": "the best ones by held-out length",
+    None: "those in the folders given, not recorded as final or best",
+}
 TOO_FEW = "too few prompts for an interval"
 
 
@@ -304,6 +310,17 @@ class Comparison:
         """Say what the intervals are over: the prompts of an evaluation, or the seeds whose means it holds."""
         numbers = sorted({len(e.results.settings.get("seeds", ())) for e in self.evaluations})
         return " or ".join(f"Student's t over {num} seeds" if num else "bootstrap over prompts" for num in numbers)
+
+    def evaluated(self, target: str | None = None) -> str:
+        """Say which checkpoints of their runs the drafters are: a sentence for captions."""
+        found: dict[CheckpointName | None, list[str]] = {}
+        for entry in (e for e in self.entries if target in (None, e.target)):
+            name = entry.title if target or len(self.targets) == 1 else f"{entry.target} {entry.title}"
+            found.setdefault(entry.about.checkpoint, []).append(name)
+        if len(found) == 1:
+            return f"Evaluated checkpoints: {CHECKPOINTS[next(iter(found))]}."
+        listed = "; ".join(f"{CHECKPOINTS[which]} ({', '.join(names)})" for which, names in found.items())
+        return f"Evaluated checkpoints: {listed}."
 
     def autoregressive(self, target: str, rule: Rule) -> dict[str, Spent]:
         """Return the time of decoding without a drafter, for every evaluation of a target, by a name for its row."""
