@@ -225,6 +225,20 @@ class Results(Strict):
     dynamics: list[Dynamics]
     comparisons: list[PairedRatio] = []
 
+    def ratio(
+        self, drafter: str, baseline: str, rule: Rule, choice: TemperatureChoice, quantity: Quantity
+    ) -> Interval | None:
+        """Return one drafter's mean over another's, if the two were compared prompt by prompt, either way round."""
+        for found in self.comparisons:
+            if (found.rule, found.choice, found.quantity) != (rule, choice, quantity):
+                continue
+            ratio = found.ratio
+            if (found.drafter, found.baseline) == (drafter, baseline):
+                return ratio
+            if (found.baseline, found.drafter) == (drafter, baseline) and ratio.low > 0:
+                return Interval(value=1 / ratio.value, low=1 / ratio.high, high=1 / ratio.low)
+        return None
+
 
 class AcceptanceRates(Strict):
     """Holds acceptance by position i = 1 .. B, and the lengths that belong to it.

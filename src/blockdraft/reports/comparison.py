@@ -219,15 +219,7 @@ class Entry:
         """Return this drafter's mean over that of another one, if the two were compared prompt by prompt."""
         if other.evaluation is not self.evaluation:
             return None
-        for found in self.evaluation.results.comparisons:
-            if (found.rule, found.choice, found.quantity) != (rule, choice, what):
-                continue
-            ratio = found.ratio
-            if (found.drafter, found.baseline) == (self.about.name, other.about.name):
-                return ratio
-            if (found.baseline, found.drafter) == (self.about.name, other.about.name) and ratio.low > 0:
-                return Interval(value=1 / ratio.value, low=1 / ratio.high, high=1 / ratio.low)
-        return None
+        return self.evaluation.results.ratio(self.about.name, other.about.name, rule, choice, what)
 
     @property
     def dynamics(self) -> Dynamics | None:
