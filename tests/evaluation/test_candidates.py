@@ -1,14 +1,17 @@
 """Which drafter is which: names, labels, checkpoints, fingerprints."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from blockdraft.drafters import save_drafter
 from blockdraft.evaluation import EvaluationError, load_candidates
-from blockdraft.evaluation.candidates import label_of
+from blockdraft.evaluation.candidates import label_of, shipped_drafters
 from blockdraft.recipes import load_recipe, override, parse, shipped_names
+from blockdraft.targets import load_target
 
 import runs
 from tiny import tiny_drafter, tiny_target
@@ -57,6 +60,45 @@ def test_only_the_papers_recipes_are_called_bv():
         f"qwen3-{size}-{kind}-bv" for size in ("4b", "8b") for kind in ("dflash", "dspark")
     }
     assert labels["pocket-dflash-ce"] == "CE"
+
+
+def test_a_label_says_what_a_drafter_that_was_trained_further_began_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data, further = runs.make_data(tmp_path / "data"), "annealing.initial=0.5"
+    short = ["optimizer.max_steps=1", "logging.save_steps=1"]
+    trainer = runs.train(data, tmp_path / "runs" / "dpace", "objective.name=dpace", *short)
+
+    def label(initial, *changes):
+        return label_of(runs.recipe(data, f"drafter.initial={initial}", *changes).resolved())
+
+    assert label("./runs/dpace", further) == "D-PACE, then BV (beta from 0.5)"
+    assert label("runs/dpace/best", further) == "D-PACE, then BV (beta from 0.5)"
+    assert label("pocket-dflash-ce") == "CE, then BV"
+    assert label("pocket-dflash-dpace-bv", "objective.name=ce") == "D-PACE, then BV (beta from 0.5), then CE"
+    save_drafter(trainer.drafter, tmp_path / "somebodys")
+    for unknown in ("./somebodys", "./gone", "z-lab/Qwen3-4B-DFlash-b16"):
+        assert label(unknown, further) == "BV (beta from 0.5), post-trained"
+    assert label_of(load_recipe("qwen3-4b-dflash-bv-post")) == "BV (beta from 0.5), post-trained"
+    runs.train(data, tmp_path / "runs" / "both", "drafter.initial=./runs/dpace", *short)
+    (found,) = load_candidates(["runs/both"], trainer.target)
+    assert found.label == "D-PACE, then BV"
+    assert label("./runs/both", "objective.name=ce") == "D-PACE, then BV, then CE"
+    shutil.rmtree("runs/dpace")
+    Path("runs/dpace").symlink_to("both")  # a run that names itself
+    assert label("./runs/both", "objective.name=ce") == "BV, post-trained, then BV, then CE"
+    Path("runs/both/run.json").write_text("{")
+    assert label("./runs/both") == "BV, post-trained"
+
+
+def test_a_shipped_drafter_is_called_what_its_record_says():
+    records = {record.name: record for record in shipped_drafters()}
+    assert records["pocket-dflash-dpace-bv"].label == "D-PACE, then BV (beta from 0.5)"
+    others = [each for each in records.values() if each.recipe.drafter.initial in ("scratch", "target")]
+    assert len(others) == len(records) - 1
+    assert [each.label for each in others] == [label_of(each.recipe) for each in others]
+    target = load_target("pocket")
+    (found,) = load_candidates(["pocket-dflash-dpace-bv"], target)
+    assert found.label == "D-PACE, then BV (beta from 0.5)"
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,15 @@ def test_it_may_propose_fewer_tokens_than_it_was_trained_with(made, target, tmp_
         assert f"was trained to propose {trained} tokens, not {wrong}" in capsys.readouterr().err
 
 
+def test_the_label_says_what_it_began_from_though_the_path_is_not_kept(made, target, tmp_path):
+    changes = ("optimizer.max_steps=1", "objective.name=ce", f"drafter.initial={made / 'run'}")
+    runs.train(made / "data", tmp_path / "run", *changes, model=target)
+    assert tool.main([str(tmp_path / "run"), "--name", "further", "--out", str(tmp_path)]) == 0
+    record = ShippedDrafter.read(tmp_path / "further")
+    assert (record.label, record.recipe.drafter.initial) == ("BV, then CE", "./run")
+    assert "| objective | BV, then CE |" in (tmp_path / "further" / "README.md").read_text()
+
+
 def test_another_target_of_the_same_shapes_is_refused(shipped):
     del shipped
     with pytest.raises(CheckpointError, match="made for the target with fingerprint"):
@@ -155,6 +164,16 @@ def test_drafters_ls(shipped):
     assert found["predicted_length"] == {"block": length, "token": record.measured.length("token", "paper").value} | {
         "greedy": record.measured.length("greedy", "paper").value
     }
+
+
+def test_drafters_ls_gives_the_number_of_proposals_that_a_drafter_makes_and_not_that_of_its_training():
+    made = {name: json.loads((folder / "config.json").read_text())["num_proposals"] for name, folder in SHIPPED.items()}
+    trained = {name: ShippedDrafter.read(folder).recipe.drafter.num_proposals for name, folder in SHIPPED.items()}
+    assert (made["pocket-dspark-bv"], trained["pocket-dspark-bv"]) == (12, 15)
+    listed = {each["name"]: each["num_proposals"] for each in json.loads(blockdraft("drafters", "ls", "--json").out)}
+    assert listed == made
+    lines = {line.split()[0]: line.split() for line in blockdraft("drafters", "ls").out.splitlines() if line.strip()}
+    assert {name: int(lines[name][-4]) for name in SHIPPED} == made
 
 
 def test_no_shipped_drafter_is_said(monkeypatch):

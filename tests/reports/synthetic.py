@@ -140,7 +140,7 @@ def _about(name: str, kind: str, label: str) -> DrafterAbout:
         name=name, label=label, path=f"runs/{name}/checkpoint", kind=kind, objective=label.split()[0].lower(),
         num_proposals=BLOCK, num_layers=2, num_parameters=1_234_567, step=176,
         best_draft_temperature={"greedy": 0.0, "token": top, "block": top}, temperatures=points,
-        recipe={"objective": {"name": label.split()[0].lower()}, "seed": 42},
+        recipe={"objective": {"name": label.split()[0].lower()}, "seed": 42}, checkpoint="last",
     )  # fmt: skip
 
 

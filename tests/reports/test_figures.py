@@ -121,7 +121,7 @@ def test_conditional_retention_needs_rounds():
 
 def test_one_hot_drafts_are_open_markers_at_zero(evaluations):
     drawing = drawn(evaluations, "temperature-pocket")
-    assert "Open markers at 0 are one-hot drafts." in drawing.caption
+    assert "Open markers at 0 are argmax drafts." in drawing.caption
     entry = next(e for e in read_evaluations(evaluations).entries if e.title == "DFlash CE")
     expected = entry.average("token", "one-hot").predicted_length.value
     found = [(x, y) for each in drawing.figure.axes[0].lines for x, y in zip(*each.get_data(), strict=True) if x == 0]

@@ -168,3 +168,16 @@ def test_where_nothing_was_trained_alike_the_difference_is_said(tmp_path):
     assert (found.new, found.old) == ("BV", "CE")
     assert found.note == "They were trained differently (optimizer), so the loss is not all that differs."
     assert str(found).endswith(found.note)
+
+
+def test_a_drafter_that_was_trained_with_bv_last_is_a_variant_of_bv(tmp_path):
+    made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "LK"), ("dflash", "BV")))
+    further = {"label": "D-PACE, then BV (beta from 0.5)", "objective": "bv"}
+    longer = {"label": "Rounds", "objective": "rounds"}  # the longest drafts are not what decides
+    changes = ({}, further, longer)
+    drafters = [about.model_copy(update=each) for about, each in zip(made.drafters, changes, strict=True)]
+    folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": drafters}))
+    comparison = read_evaluations([folder])
+    (found,) = headlines(comparison)
+    assert (found.new, found.old) == ("D-PACE, then BV (beta from 0.5)", "CE")
+    assert comparison.labels() == ["CE", "Rounds", "D-PACE, then BV (beta from 0.5)"]

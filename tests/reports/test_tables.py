@@ -9,8 +9,10 @@ from xml.etree import ElementTree
 import pytest
 
 from blockdraft.evaluation.results import Interval
+from blockdraft.losses import objective, objective_names
 from blockdraft.reports import Table, read_evaluations, tables
 from blockdraft.reports.page import table_html
+from blockdraft.reports.paper_tables import AIMS
 from blockdraft.reports.table import MISSING, CellValue, Column, TableRow, best_in_columns, times, with_interval
 
 import synthetic
@@ -28,7 +30,7 @@ def rows(table: Table) -> dict[tuple[str, ...], list[str]]:
 def test_which_tables_there_are(found):
     assert list(found) == [
         "main", "gains", "best-temperature", "one-hot", "token-verification", "annealing", "full-pocket", "full-qwen-3",
-        "retention-pocket", "retention-qwen-3", "lengths", "seconds",
+        "objectives", "retention-pocket", "retention-qwen-3", "lengths", "seconds",
     ]  # fmt: skip
 
 
@@ -42,7 +44,8 @@ def test_main(found):
     cells = rows(table)
     assert [cells["pocket", "CE"][i] for i in (0, 2, 4, 6)] == ["3.52", "4.02", "2.92", "3.42"]
     assert [cells["pocket", "BV"][i] for i in (0, 2, 4, 6)] == ["*4.27*", "*4.77*", "*3.67*", "*4.17*"]
-    assert cells["pocket", "BV w/o annealing"][2:4] == ["–", "–"]
+    assert list(cells) == [("pocket", "CE"), ("pocket", "BV"), ("Qwen_3", "CE"), ("Qwen_3", "KL"), ("Qwen_3", "BV")]
+    assert cells["Qwen_3", "KL"][2:4] == ["–", "–"]
     assert cells["Qwen_3", "KL"][4] == "3.54"
     assert cells["Qwen_3", "BV"][4] == "*4.17*"
     # sums: 350 tokens in 0.2 + 1.5 s; functions: 600 in 3.2; talk: 675 in 4.7; each over 90 tokens/s
@@ -53,9 +56,9 @@ def test_main(found):
 def test_best_temperature_token_verification_annealing(found):
     assert rows(found["best-temperature"])["pocket", "CE"][:2] == ["0.7", "3.17"]
     assert rows(found["token-verification"]) == {
-        ("pocket", "DFlash"): ["2.82", "–", "3.32", "*3.57*"],
-        ("pocket", "DSpark"): ["3.32", "–", "–", "*4.07*"],
-        ("Qwen_3", "DFlash"): ["3.32", "3.44", "–", "*4.07*"],
+        ("pocket", "DFlash"): ["2.82", "–", "*3.57*"],
+        ("pocket", "DSpark"): ["3.32", "–", "*4.07*"],
+        ("Qwen_3", "DFlash"): ["3.32", "3.44", "*4.07*"],
     }
     assert rows(found["annealing"]) == {
         ("Baseline (CE)",): ["3.52", "2.92", "4.02", "3.42"],
@@ -68,6 +71,79 @@ def test_annealing_needs_a_drafter_without(tmp_path):
     for number, drafters in enumerate([(("dflash", "CE"), ("dflash", "BV")), (("dflash", "BV w/o annealing"),)]):
         folder = synthetic.write(tmp_path / str(number), synthetic.results(drafters=drafters))
         assert "annealing" not in {table.name for table in tables(read_evaluations([folder]))}
+
+
+def labelled(made, **labels):
+    """The same evaluation, with other labels for some drafters, given by name with _ for -."""
+    new = {name.replace("_", "-"): label for name, label in labels.items()}
+    drafters = [each.model_copy(update={"label": new.get(each.name, each.label)}) for each in made.drafters]
+    return made.model_copy(update={"drafters": drafters})
+
+
+def test_annealing_has_every_variant_of_bv_with_its_label(tmp_path):
+    drafters = tuple(("dflash", label) for label in ("CE", "LK", "BV w/o annealing", "BV"))
+    made = labelled(synthetic.results(drafters=drafters), dflash_bv="BV (beta over 100%)")
+    more = synthetic.results(drafters=(("dflash", "BV"),), prefix="further-", shift=0.1)
+    more = labelled(more, further_dflash_bv="D-PACE, then BV")
+    folders = [synthetic.write(tmp_path / name, each) for name, each in (("a", made), ("b", more))]
+    found = {table.name: rows(table) for table in tables(read_evaluations(folders))}
+    assert found["annealing"] == {
+        ("Baseline (CE)",): ["3.52", "2.92"],
+        ("BV w/o annealing",): ["4.02", "3.42"],
+        ("BV (beta over 100%)",): ["4.27", "3.67"],
+        ("D-PACE, then BV",): ["*4.37*", "*3.77*"],
+    }
+    labels = ["CE", "LK", "BV (beta over 100%)", "D-PACE, then BV"]
+    assert [label for _, label in found["main"]] == labels
+    assert {label for _, _, label in found["full-pocket"]} == set(labels)
+    assert {label for _, label in found["one-hot"]} == {*labels, "BV w/o annealing"}
+
+
+@pytest.mark.parametrize("rules", [("greedy", "token", "block"), ("token",)])
+def test_bv_without_annealing_is_left_to_the_table_of_annealing_only_if_that_shows_it(tmp_path, rules):
+    drafters = (("dflash", "CE"), ("dflash", "BV w/o annealing"))[len(rules) == 3 :]
+    folder = synthetic.write(tmp_path, synthetic.results(drafters=drafters, rules=rules))
+    found = {table.name: table for table in tables(read_evaluations([folder]))}
+    assert "annealing" not in found
+    assert "BV w/o annealing" in {column.heads[1] for column in found["token-verification"].columns}
+    assert "BV w/o annealing" in {row.labels[2] for row in found["full-pocket"].rows}
+
+
+def test_captions_of_the_papers_tables_say_which_checkpoint_was_evaluated(found, tmp_path):
+    papers = ("main", "token-verification", "annealing", "full-pocket", "full-qwen-3")
+    assert all("Evaluated checkpoints: the final ones. " in found[name].caption for name in papers)
+    made = synthetic.results()
+
+    def captions(*which):
+        drafters = [d.model_copy(update={"checkpoint": w}) for d, w in zip(made.drafters, which, strict=True)]
+        folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": drafters}))
+        of = {table.name: table.caption for table in tables(read_evaluations([folder]))}
+        return [of[name] for name in papers[:4]]
+
+    for caption in captions(*["best"] * 5):
+        assert "Evaluated checkpoints: the best ones by held-out length. " in caption
+    for caption in captions(*[None] * 5):
+        assert "Evaluated checkpoints: those in the folders given, not recorded as final or best. " in caption
+    mixed = (
+        "the final ones (DFlash CE, DFlash BV w/o annealing, DFlash BV, DSpark CE); the best ones by held-out length"
+    )
+    for caption in captions("last", "last", "last", "last", "best"):
+        assert f"Evaluated checkpoints: {mixed} (DSpark BV). " in caption
+
+
+def test_objectives_are_compared_as_in_the_paper(found):
+    table = found["objectives"]
+    assert [column.heads[0] for column in table.columns] == [
+        "Training objective", "Uses the target's probabilities?", "Verification-aware?", "Block-aware?",
+    ]  # fmt: skip
+    assert rows(table) == {
+        ("CE",): ["Maximize log-likelihood", "no", "no", "no"],
+        ("KL",): ["Minimize KL divergence", "yes", "no", "no"],
+        ("BV",): ["Maximize block acceptance length", "yes", "yes", "yes"],
+    }
+    assert set(AIMS) == set(objective_names())
+    for name, aim in AIMS.items():
+        assert aim.target == objective(name).needs_target, name
 
 
 def test_full(found):
@@ -115,6 +191,14 @@ def test_one_hot(found):
     assert rows(table)["pocket", "BV"][:2] == ["*3.50*", "*3.47*"]
 
 
+def test_what_people_read_says_argmax_drafts_and_not_one_hot(found):
+    assert found["one-hot"].title == "Argmax drafts"
+    for table in found.values():
+        read = [table.title, table.caption, *(label for row in table.rows for label in row.labels)]
+        read += [head for column in table.columns for head in column.heads]
+        assert not [text for text in read if "hot" in text.lower().replace("-", " ").split()]
+
+
 def test_retention_by_task_and_pooled(found):
     table = found["retention-pocket"]
     assert list(dict.fromkeys(row.labels[0] for row in table.rows)) == [
@@ -135,7 +219,7 @@ def test_lengths_and_seconds(found):
     row = rows(found["lengths"])["pocket", "T=1 (block verification)", "DFlash", "CE"]
     whole = sum(synthetic_retention(task)[-1] for task in ("sums", "functions", "talk_2")) / 3
     assert row == ["1", "2.95 [2.90, 3.00]", "2.92 [2.82, 3.02]", "1.92 [1.82, 2.02]", f"{whole:.1%}"]
-    hot = rows(found["lengths"])["pocket", "T=1 (block verification), one-hot drafts", "DFlash", "CE"]
+    hot = rows(found["lengths"])["pocket", "T=1 (block verification), argmax drafts", "DFlash", "CE"]
     assert hot[:3] == ["0", "2.75 [2.70, 2.80]", "2.72 [2.62, 2.82]"]
     labels = [row.labels for row in found["lengths"].rows]
     assert len(labels) == len(set(labels)) == 5 * 7 + 3 * 7
@@ -151,7 +235,7 @@ def test_lengths_and_seconds(found):
 def test_only_what_was_measured(tmp_path):
     folder = synthetic.write(tmp_path, synthetic.results(drafters=(("dspark", "BV"),), rules=("greedy",)))
     left = {table.name: table for table in tables(read_evaluations([folder]))}
-    assert list(left) == ["main", "full-pocket", "retention-pocket", "lengths", "seconds"]
+    assert list(left) == ["main", "full-pocket", "objectives", "retention-pocket", "lengths", "seconds"]
     assert rows(left["main"]) == {("pocket", "BV"): ["4.77", "3.26×"]}  # alone, so nothing is the best
 
 
@@ -162,7 +246,7 @@ def test_csv_has_full_precision_and_no_invented_number(found):
     assert float(first["greedy_dflash_tau"]) == (4.1 + 3.6 + 2.85) / 3
     assert float(first["greedy_dflash_tau_low"]) == pytest.approx((4.1 + 3.6 + 2.85) / 3 - 0.1, abs=1e-12)
     assert lines[1]["target"] == "pocket"  # repeated, for programs
-    assert lines[1]["greedy_dspark_tau"] == lines[1]["greedy_dspark_tau_high"] == ""
+    assert lines[2]["greedy_dspark_tau"] == lines[2]["greedy_dspark_tau_high"] == ""
     assert float(next(csv.DictReader(io.StringIO(found["seconds"].csv())))["tokens"]) == 1985
 
 
@@ -171,8 +255,8 @@ def test_markdown(found):
     assert lines[0].startswith("**Main results.** ")
     assert lines[2].startswith("| Target | Loss | T=0 (greedy)<br>DFlash<br>τ |")
     assert lines[3] == "| --- | --- |" + " ---: |" * 8
-    assert lines[6].startswith("|  | BV | **4.27** | **2.91×** |")
-    assert lines[7].startswith(r"| Qwen\_3 | CE | 4.02 |")
+    assert lines[5].startswith("|  | BV | **4.27** | **2.91×** |")
+    assert lines[6].startswith(r"| Qwen\_3 | CE | 4.02 |")
     assert len({line.count("|") for line in lines[2:]}) == 1
 
 
@@ -219,11 +303,11 @@ def test_html_spans(found):
         ("Setting", "3"), ("Drafter", "3"), ("Loss", "3"), ("Math", "2"), ("Code", "2"), ("Chat", "2"), (None, "2"),
     ]  # fmt: skip
     body = table.findall("./tbody/tr")
-    assert [c.get("rowspan") for c in body[0].findall("th")] == ["5", "3", None]
+    assert [c.get("rowspan") for c in body[0].findall("th")] == ["4", "2", None]
     for row in body:
         assert len(row.findall("td")) == 8
-    assert body[2].find("td/strong").text == "3.17×"
-    assert body[2].findall("td")[1].get("title") == "95% interval: 4.75 to 4.95"
+    assert body[1].find("td/strong").text == "3.17×"
+    assert body[1].findall("td")[1].get("title") == "95% interval: 4.75 to 4.95"
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex here")

@@ -1,12 +1,13 @@
 """Means over seeds: an evaluation of its own, whose intervals are Student's, for the paper's tables and figures."""
 
+import json
 from statistics import fmean, stdev
 
 import pytest
 
-from blockdraft.reports import read_evaluations, tables
+from blockdraft.reports import read_evaluations, tables, write_report
 from blockdraft.study import load_study
-from blockdraft.study.summary import Spread, mean_over_seeds, summarize
+from blockdraft.study.summary import Count, Spread, mean_over_seeds, summarize
 
 from synthetic import paired, results, traces, write
 
@@ -127,13 +128,118 @@ def test_the_report_of_a_study_has_a_row_for_each_objective_and_not_for_each_see
     assert "Student's t over 3 seeds" in lengths.caption
     assert "bootstrap over prompts" not in summary.page.read_text()
     assert "seed43" not in summary.page.read_text()
-    own = next(table for table in summary.tables if table.name == "predicted-length")
+    own = next(table for table in summary.tables if table.name == "study-predicted-length")
     joined = mean_over_seeds(seeds)
     expected = next(a for a in joined.averages if (a.drafter, a.rule) == ("dflash-bv", "greedy"))
     assert own.rows[1].values[0].number == pytest.approx(expected.predicted_length.value)
     assert "±" in own.rows[1].values[0].text
     (tmp_path / "one.yaml").write_text(spec.replace("[42, 43, 44]", "[42]"))
     alone = summarize(load_study(tmp_path / "one.yaml"), tmp_path)
-    own = next(table for table in alone.tables if table.name == "predicted-length")
+    own = next(table for table in alone.tables if table.name == "study-predicted-length")
     assert "±" not in own.rows[1].values[0].text
     assert "bootstrap over prompts" in alone.page.read_text()
+
+
+SPEC = """
+name: s
+targets: {pocket: {recipe: pocket}}
+drafters: [dflash]
+objectives: {ce: {recipe: ce}, bv: {recipe: bv}}
+"""
+
+
+def study_of(folder, seeds, spec=SPEC):
+    """The summary of a study whose evaluations are these, and its tables by name."""
+    folder.mkdir(exist_ok=True)
+    (folder / "s.yaml").write_text(f"{spec}seeds: {list(seeds)}\n")
+    for seed, found in seeds.items():
+        write(folder / "evaluations" / f"pocket-seed{seed}", found)
+    summary = summarize(load_study(folder / "s.yaml"), folder)
+    return summary, {table.name: table for table in summary.tables}
+
+
+def test_gains_of_one_seed_have_the_intervals_over_prompts_of_its_evaluation(tmp_path, seeds):
+    _, one = study_of(tmp_path / "one", {42: seeds[42]})
+    table = one["study-acceptance-length-over-ce"]
+    assert "one seed" in table.caption
+    assert "95% intervals over prompts (bootstrap)." in table.caption
+    assert "Student" not in table.caption
+    keys = [column.key for column in table.columns]
+    for key, rule, choice in (("greedy_paper", "greedy", "paper"), ("block_one_hot", "block", "one-hot")):
+        ratio = seeds[42].ratio("dflash-bv", "dflash-ce", rule, choice, "acceptance_length")
+        cell = table.rows[0].values[keys.index(key)]
+        assert (cell.number, cell.interval) == (pytest.approx(ratio.value - 1), (ratio.low - 1, ratio.high - 1))
+        assert cell.text == f"{ratio.value - 1:+.1%} [{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}]"
+    lengths = one["study-acceptance-length"]
+    assert "95% intervals over prompts" in lengths.caption
+    assert lengths.rows[0].values[0].text == "3.52 [3.42, 3.62]"
+    three = study_of(tmp_path / "three", seeds)[1]["study-acceptance-length-over-ce"]
+    assert "95% intervals over 3 seeds (Student's t)" in three.caption
+    ratios = [each.ratio("dflash-bv", "dflash-ce", "greedy", "paper", "acceptance_length") for each in seeds.values()]
+    gain = Spread(tuple(ratio.value - 1 for ratio in ratios))
+    assert three.rows[0].values[0].interval == pytest.approx(gain.interval)
+
+
+def test_gains_of_one_seed_over_another_baseline_and_without_a_comparison(tmp_path, seeds):
+    turned = study_of(tmp_path / "turned", {42: seeds[42]}, f"{SPEC}baseline: bv\n")[1]["study-speedup-over-bv"]
+    ratio = seeds[42].ratio("dflash-bv", "dflash-ce", "greedy", "paper", "speedup")
+    assert turned.rows[0].values[0].interval == pytest.approx((1 / ratio.high - 1, 1 / ratio.low - 1))
+    assert turned.title == "s: speed-up over BV"
+    not_compared = seeds[42].model_copy(update={"comparisons": []})
+    table = study_of(tmp_path / "none", {42: not_compared})[1]["study-speedup-over-ce"]
+    assert all(value.interval is None for value in table.rows[0].values)
+    assert "over prompts (bootstrap) where the evaluation compared the two prompt by prompt." in table.caption
+    without_best = {
+        name: [item for item in getattr(seeds[42], name) if item.choice != "best"]
+        for name in ("cells", "averages", "comparisons")
+    }
+    table = study_of(tmp_path / "best", {42: seeds[42].model_copy(update=without_best)})[1]["study-speedup-over-ce"]
+    keys = [column.key for column in table.columns]
+    assert table.rows[0].values[keys.index("block_best")] == table.rows[0].values[keys.index("block_paper")]
+    assert table.rows[0].values[keys.index("block_best")].interval is not None
+
+
+def test_predicted_and_measured_wins_are_counted_apart_and_shown_on_the_page(tmp_path, seeds):
+    behind = [
+        cell.model_copy(update={"acceptance_length": cell.acceptance_length.model_copy(update={"value": 1.0})})
+        if (cell.drafter, cell.task) == ("dflash-bv", "sums")
+        else cell.model_copy(update={"num_rounds": 0})
+        if (cell.drafter, cell.task) == ("dflash-ce", "talk_2")
+        else cell
+        for cell in seeds[43].cells
+    ]
+    given = {42: seeds[42], 43: seeds[43].model_copy(update={"cells": behind})}
+    summary, found = study_of(tmp_path, given)
+    ahead = summary.wins["bv"]
+    assert (ahead.label, ahead.over) == ("BV", "CE")
+    assert ahead.predicted == Count(18, 18)  # two seeds, three rules, three tasks
+    assert ahead.measured == Count(12, 15)  # one task behind in a seed, and one there that was not decoded
+    assert json.loads((tmp_path / "report" / "wins.json").read_text()) == {
+        "bv ahead of ce": {"predicted": {"wins": 18, "of": 18}, "measured": {"wins": 12, "of": 15}}
+    }
+    (row,) = found["study-wins"].rows
+    assert (row.labels, [value.text for value in row.values]) == (("BV", "CE"), ["18", "18", "12", "15"])
+    page = summary.page.read_text()
+    assert '<a href="#study">' in page
+    for name, table in found.items():
+        assert f'<section id="{name}" class="table">' in page
+        assert (tmp_path / "report" / "tables" / f"{name}.tex").read_text() == table.latex()
+    assert (
+        'href="#study"' not in write_report([tmp_path / "report" / "means" / "pocket"], tmp_path / "r").page.read_text()
+    )
+
+
+def test_rows_of_a_study_have_labels_and_no_two_the_same(tmp_path, seeds):
+    drafters = (("dflash", "CE"), ("dflash", "BV"), ("dflash", "BV w/o annealing"), ("dflash", "LK"))
+    made = results(drafters=drafters)
+    new = {"dflash-bv": "BV (beta over 100%)", "dflash-bv-plain": "BV (beta over 100%)"}
+    abouts = [each.model_copy(update={"label": new.get(each.name, each.label)}) for each in made.drafters]
+    spec = SPEC.replace("bv: {recipe: bv}", "bv: {recipe: bv}, bv-plain: {recipe: bv}, lk: {recipe: lk}")
+    summary, found = study_of(tmp_path, {42: made.model_copy(update={"drafters": abouts})}, spec)
+    labels = ["BV (beta over 100%) (bv)", "BV (beta over 100%) (bv-plain)", "LK"]
+    assert [row.labels[2] for row in found["study-predicted-length"].rows] == ["CE", *labels]
+    assert [row.labels[2] for row in found["study-predicted-length-over-ce"].rows] == labels
+    assert [row.labels for row in found["study-wins"].rows] == [(label, "CE") for label in labels]
+    assert list(summary.wins) == ["bv", "bv-plain", "lk"]
+    _, plain = study_of(tmp_path / "plain", {42: seeds[42]})
+    assert [row.labels[2] for row in plain["study-speedup"].rows] == ["CE", "BV"]

@@ -303,7 +303,7 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
         assert rows[0] == rows[1]
         assert rows[0]
     assert whole.wins == parts.wins
-    assert whole.wins["bv"][1] == 2  # one task, two rules
+    assert whole.wins["bv"].predicted.of == whole.wins["bv"].measured.of == 2  # one task, two rules
     assert json.loads((tmp_path / "whole" / "report" / "wins.json").read_text())
     assert parts.page.exists()
     plan = Study(study, "parts")
@@ -318,7 +318,7 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     written = {file.name for file in (tmp_path / "parts" / "report" / "tables").glob("study-*-over-*.md")}
     quantities = ("predicted-length", "acceptance-length", "speedup")
     assert written == {f"study-{quantity}-over-bv.md" for quantity in quantities}
-    assert other.wins["ce"][0] + whole.wins["bv"][0] == 2  # no ties in two comparisons
+    assert other.wins["ce"].predicted.wins + whole.wins["bv"].predicted.wins == 2  # no ties in two comparisons
     changed = load_study("s.yaml", ["objectives.bv.set=[annealing.final=0.5]"])  # as if a shipped recipe had changed
     with pytest.raises(StudyError, match=r"bv-seed1 was trained by another recipe: annealing differ"):
         Study(changed, "parts").is_trained(changed.cells[1])

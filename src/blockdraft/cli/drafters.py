@@ -12,6 +12,7 @@ import typer
 from blockdraft.cli.options import AsJson, near_target, precision, print_json
 
 if TYPE_CHECKING:
+    from blockdraft.drafters import DrafterConfig
     from blockdraft.evaluation.candidates import ShippedDrafter
     from blockdraft.export import EngineNote
     from blockdraft.targets import Target
@@ -36,11 +37,13 @@ def list_drafters(as_json: AsJson = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from blockdraft.drafters import find_drafter
+    from blockdraft.drafters.checkpoint import load_config
     from blockdraft.evaluation.candidates import shipped_drafters
 
-    found = shipped_drafters()
+    found = [(each, load_config(find_drafter(each.name))) for each in shipped_drafters()]
     if as_json:
-        print_json([drafter_facts(each) for each in found])
+        print_json([drafter_facts(record, config) for record, config in found])
         return
     if not found:
         print("this installation holds no drafters; blockdraft train makes one", file=sys.stderr)
@@ -48,23 +51,22 @@ def list_drafters(as_json: AsJson = False) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for name in ("drafter", "target", "kind", "objective", "layers", "proposals", "size", "tokens/call"):
         table.add_column(name, justify="left" if name in ("drafter", "target", "kind", "objective") else "right")
-    for each in found:
+    for each, config in found:
         length = None if each.measured is None else each.measured.length("block", "paper")
         table.add_row(
-            Text(each.name), Text(each.target), each.recipe.drafter.kind, Text(each.label),
-            str(each.recipe.drafter.num_layers), str(each.recipe.drafter.num_proposals),
-            f"{each.num_bytes / 1e6:.1f} MB", "-" if length is None else f"{length.value:.2f}",
+            Text(each.name), Text(each.target), config.kind, Text(each.label), str(config.num_layers),
+            str(config.num_proposals), f"{each.num_bytes / 1e6:.1f} MB",
+            "-" if length is None else f"{length.value:.2f}",
         )  # fmt: skip
     Console(highlight=False, width=max(80, Console(width=1000).measure(table).maximum)).print(table)
 
 
-def drafter_facts(record: "ShippedDrafter") -> dict[str, Any]:
-    """Return what the list says of a drafter as plain values."""
+def drafter_facts(record: "ShippedDrafter", config: "DrafterConfig") -> dict[str, Any]:
+    """Return what the list says of a drafter as plain values; it may propose fewer tokens than it was trained with."""
     lengths = [] if record.measured is None else record.measured.lengths
     return {
-        "name": record.name, "target": record.target, "kind": record.recipe.drafter.kind, "objective": record.label,
-        "num_layers": record.recipe.drafter.num_layers, "num_proposals": record.recipe.drafter.num_proposals,
-        "num_bytes": record.num_bytes,
+        "name": record.name, "target": record.target, "kind": config.kind, "objective": record.label,
+        "num_layers": config.num_layers, "num_proposals": config.num_proposals, "num_bytes": record.num_bytes,
         "predicted_length": {each.rule: each.predicted_length.value for each in lengths if each.choice == "paper"},
     }  # fmt: skip
 

@@ -96,8 +96,6 @@ def study(
         summary = running.run()
     for table in summary.tables:
         print(table.markdown())
-    for name, (wins, of) in summary.wins.items():
-        print(f"{name} ahead of {summary.baseline} in {wins} of {of} comparisons of predicted length")
     print(f"the report: {summary.page}")
 
 

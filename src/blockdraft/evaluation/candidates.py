@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from blockdraft.decoding import ProposalChoice
 from blockdraft.drafters import SHIPPED, Drafter, load_drafter
+from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation.protocol import AUTOREGRESSIVE
 from blockdraft.evaluation.results import (
     CheckpointName,
@@ -87,7 +88,7 @@ class Measurement(Strict):
 class ShippedDrafter(Strict):
     """Says how a shipped drafter was made: ``drafter.json``.
 
-    label: the objective, and in what it is not the paper's.
+    label: the objective, in what it is not the paper's, and how the drafter that it began from was trained.
     recipe: resolved; of paths only the last part is kept. commands: what made the drafter, from prompts to weights.
     step, num_steps: of the checkpoint, and of its whole run.
     provenance: the versions that trained it. num_bytes: of the weights.
@@ -188,6 +189,8 @@ class Candidate:
     @property
     def label(self) -> str:
         """Say what tables call it: how it was trained, or its name if the folder does not tell."""
+        if self.run is None and self.shipped is not None:
+            return self.shipped.label  # written where the drafter that it began from was at hand
         return self.name if self.recipe is None else label_of(self.recipe)
 
     def with_proposals(self, num_proposals: int) -> "Candidate":
@@ -235,12 +238,44 @@ def as_checkpoint(name: str) -> CheckpointName:
 
 
 def label_of(recipe: Recipe) -> str:
-    """Return what tables call a drafter: its objective, and in what that differs from the paper's.
+    """Return what tables call a drafter: its objective, in what that differs from the paper's, and what came before.
 
     ``BV`` alone is the paper's: log form, integrated scores, beta from 0 to 1 over the first half of training, and the
     floors that the paper has for this kind of drafter. Any other recipe says what is different: ``BV sampled``,
     ``BV w/o annealing``, ``BV (beta to 0.5)``, ``CE (eta 4)``.
+
+    A drafter that began as another one says how that was trained, if the other one's folder tells: ``D-PACE, then
+    BV (beta from 0.5)``. Otherwise it is ``BV (beta from 0.5), post-trained``.
     """
+    stages, passed = [_objective_label(recipe)], {"required"}
+    while (initial := recipe.drafter.initial) not in ("scratch", "target"):
+        before = None if initial in passed else _recipe_in(initial)
+        passed.add(initial)  # folders are written anew, so that two runs may name each other
+        if before is None:
+            stages[0] += ", post-trained"
+            break
+        if isinstance(before, ShippedDrafter):
+            stages.insert(0, before.label)
+            break
+        stages.insert(0, _objective_label(before))
+        recipe = before
+    return ", then ".join(stages)
+
+
+def _recipe_in(initial: str) -> "Recipe | ShippedDrafter | None":
+    """Return how the drafter that another one begins from was trained; None if its folder does not tell."""
+    folder = SHIPPED.get(initial, Path(initial))
+    try:
+        if Run.is_run(folder):
+            return Run.open(folder).recipe
+        found = Run.of_checkpoint(folder) if folder.exists() else None
+        return shipped_record(folder) if found is None else found[0].recipe
+    except BlockdraftError:
+        return None  # a label is no place to refuse a folder that nothing is loaded from
+
+
+def _objective_label(recipe: Recipe) -> str:
+    """Return the objective, and in what it differs from the paper's."""
     made = recipe.make_objective()
     paper = objective(recipe.objective.name, drafter=recipe.drafter.kind)
     words, notes = [TITLES.get(made.name, made.name.upper())], []

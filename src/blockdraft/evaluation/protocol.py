@@ -46,7 +46,7 @@ class DecodingSetup:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Says how to measure; the defaults are the paper's, and one-hot drafts beside them.
+    """Says how to measure; the defaults are the paper's, and argmax drafts beside them.
 
     temperature: of the target, for token and block verification.
     draft_temperatures: the grid that the best one is sought on; empty for none.
@@ -151,7 +151,7 @@ class Protocol:
         return DecodingSetup(drafter, rule, 0.0 if rule == "greedy" else self.temperature)
 
     def setups(self, drafter: str, best: dict[str, float]) -> list[DecodingSetup]:
-        """Return all setups of a drafter: rule by rule the paper's, the best if it is another one, one-hot drafts.
+        """Return all setups of a drafter: rule by rule the paper's, the best if it is another one, argmax drafts.
 
         best: by sampled rule, the draft temperature with the largest predicted length.
         """

@@ -87,7 +87,8 @@ class DrafterAbout(Strict):
     """Describes a drafter of the evaluation.
 
     name: unique in the evaluation; results refer to it.
-    label: for tables: the objective, and in what it is not the paper's (``BV w/o annealing``); else the name.
+    label: for tables: the objective, in what it is not the paper's (``BV w/o annealing``) and how the drafter that it
+        began from was trained (``CE, then BV``); else the name.
     objective: as in the recipe; None if the folder does not tell.
     best_draft_temperature: by rule, where the predicted length is largest.
     temperatures: the grid it was chosen from.
@@ -223,6 +224,20 @@ class Results(Strict):
     averages: list[Average]
     dynamics: list[Dynamics]
     comparisons: list[PairedRatio] = []
+
+    def ratio(
+        self, drafter: str, baseline: str, rule: Rule, choice: TemperatureChoice, quantity: Quantity
+    ) -> Interval | None:
+        """Return one drafter's mean over another's, if the two were compared prompt by prompt, either way round."""
+        for found in self.comparisons:
+            if (found.rule, found.choice, found.quantity) != (rule, choice, quantity):
+                continue
+            ratio = found.ratio
+            if (found.drafter, found.baseline) == (drafter, baseline):
+                return ratio
+            if (found.baseline, found.drafter) == (drafter, baseline) and ratio.low > 0:
+                return Interval(value=1 / ratio.value, low=1 / ratio.high, high=1 / ratio.low)
+        return None
 
 
 class AcceptanceRates(Strict):

@@ -98,8 +98,8 @@ def ship(
     recipe = public_recipe(opened.recipe.resolved())
     record = ShippedDrafter(
         name=name, target=public_name(opened.info.target.name), target_fingerprint=config.target_fingerprint,
-        label=label_of(recipe), recipe=recipe, commands=[*commands, training_command(recipe, name)], step=found[1],
-        num_steps=opened.info.num_steps, data=_texts(opened), provenance=opened.info.provenance,
+        label=label_of(opened.recipe), recipe=recipe, commands=[*commands, training_command(recipe, name)],
+        step=found[1], num_steps=opened.info.num_steps, data=_texts(opened), provenance=opened.info.provenance,
         num_parameters=sum(each.numel() for each in drafter.parameters()), fingerprint=fingerprint,
         num_bytes=sum(each.numel() * each.element_size() for each in tensors.values()),
         measured=None if results is None else measurement(results, fingerprint),

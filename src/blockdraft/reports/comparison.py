@@ -15,6 +15,7 @@ from blockdraft.evaluation.metrics import PHASES
 from blockdraft.evaluation.results import (
     Average,
     Cell,
+    CheckpointName,
     DrafterAbout,
     Dynamics,
     EvaluationError,
@@ -34,6 +35,11 @@ GROUPS = {"math": "Math", "code": "Code", "chat": "Chat"}
 LABELS = ("CE", "KL", "RKL", "TV", "LK", "BV w/o annealing", "BV")
 """The objectives of the paper's tables, in their order. "BV" is the paper's form with the paper's schedule only."""
 
+CHECKPOINTS: dict[CheckpointName | None, str] = {
+    "last": "the final ones",
+    "best": "the best ones by held-out length",
+    None: "those in the folders given, not recorded as final or best",
+}
 TOO_FEW = "too few prompts for an interval"
 
 
@@ -160,13 +166,18 @@ class Entry:
         return f"{self.kind} {self.label}"
 
     @property
+    def is_bv(self) -> bool:
+        """Tell whether BV, in whatever form, was the last objective it was trained with."""
+        return self.about.objective == "bv"
+
+    @property
     def rank(self) -> tuple[int, str]:
         """Sort by the paper's order of objectives, with other ones before BV and drafters of unknown origin last."""
         label = self.about.label
         if label in LABELS:
             place = LABELS.index(label) + (10 if label.startswith("BV") else 0)
         else:
-            place = 20 if self.about.objective is None else 9 if label.startswith("BV") else 8
+            place = 20 if self.about.objective is None else 9 if self.is_bv else 8
         return place, self.label
 
     def cells(self, rule: Rule, choice: TemperatureChoice) -> list[Cell]:
@@ -208,15 +219,7 @@ class Entry:
         """Return this drafter's mean over that of another one, if the two were compared prompt by prompt."""
         if other.evaluation is not self.evaluation:
             return None
-        for found in self.evaluation.results.comparisons:
-            if (found.rule, found.choice, found.quantity) != (rule, choice, what):
-                continue
-            ratio = found.ratio
-            if (found.drafter, found.baseline) == (self.about.name, other.about.name):
-                return ratio
-            if (found.baseline, found.drafter) == (self.about.name, other.about.name) and ratio.low > 0:
-                return Interval(value=1 / ratio.value, low=1 / ratio.high, high=1 / ratio.low)
-        return None
+        return self.evaluation.results.ratio(self.about.name, other.about.name, rule, choice, what)
 
     @property
     def dynamics(self) -> Dynamics | None:
@@ -291,7 +294,7 @@ class Comparison:
         asked = {e.results.settings.get("temperature") for e in self.evaluations}
         temperature = asked.pop() if len(asked) == 1 else None
         sampled = f"T={temperature:g}" if isinstance(temperature, int | float) else "Sampled"
-        more = {"paper": "", "best": ", best draft T", "one-hot": ", one-hot drafts"}[choice]
+        more = {"paper": "", "best": ", best draft T", "one-hot": ", argmax drafts"}[choice]
         return f"{sampled} ({rule} verification){more}"
 
     @cached_property
@@ -299,6 +302,17 @@ class Comparison:
         """Say what the intervals are over: the prompts of an evaluation, or the seeds whose means it holds."""
         numbers = sorted({len(e.results.settings.get("seeds", ())) for e in self.evaluations})
         return " or ".join(f"Student's t over {num} seeds" if num else "bootstrap over prompts" for num in numbers)
+
+    def evaluated(self, target: str | None = None) -> str:
+        """Say which checkpoints of their runs the drafters are: a sentence for captions."""
+        found: dict[CheckpointName | None, list[str]] = {}
+        for entry in (e for e in self.entries if target in (None, e.target)):
+            name = entry.title if target or len(self.targets) == 1 else f"{entry.target} {entry.title}"
+            found.setdefault(entry.about.checkpoint, []).append(name)
+        if len(found) == 1:
+            return f"Evaluated checkpoints: {CHECKPOINTS[next(iter(found))]}."
+        listed = "; ".join(f"{CHECKPOINTS[which]} ({', '.join(names)})" for which, names in found.items())
+        return f"Evaluated checkpoints: {listed}."
 
     def autoregressive(self, target: str, rule: Rule) -> dict[str, Spent]:
         """Return the time of decoding without a drafter, for every evaluation of a target, by a name for its row."""

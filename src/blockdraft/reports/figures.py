@@ -171,14 +171,14 @@ def seconds_figure(comparison: Comparison, target: str, look: Look) -> Drawing |
 
 
 def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
-    """Draw the acceptance length predicted at every draft temperature, the best one ringed, one-hot drafts at 0."""
+    """Draw the acceptance length predicted at every draft temperature, the best one ringed, argmax drafts at 0."""
     entries = [e for e in comparison.of(target) if len(e.about.temperatures) > 1]
     tried = {rule for e in entries for point in e.about.temperatures for rule in point.acceptance_length}
     rules = [rule for rule in RULES if rule in tried]
     if not rules:
         return None
     figure, axes = panels(entries, len(rules), height=2.5, sharex=True)
-    one_hot = False
+    argmax = False
     for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
         for panel, rule in zip(row, rules, strict=True):
             for entry in members:
@@ -196,7 +196,7 @@ def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Draw
                 if hot is not None and hot.draft_temperature not in points:
                     at = (hot.draft_temperature, hot.predicted_length.value)
                     panel.plot(*at, style.marker, ms=5.5, mfc="none", mec=style.colour, mew=1.4)
-                    one_hot = True
+                    argmax = True
             panel.set(title=f"{kind}, {rule} verification")
             panel.margins(y=0.12)
         row[0].set_ylabel("predicted τ")
@@ -206,7 +206,7 @@ def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Draw
     title = f"Draft temperature, {target}"
     caption = (
         "Acceptance length predicted from the target's own texts, mean over the tasks. A ring marks the best "
-        "temperature tried." + (" Open markers at 0 are one-hot drafts." if one_hot else "")
+        "temperature tried." + (" Open markers at 0 are argmax drafts." if argmax else "")
     )
     return Drawing(f"temperature-{comparison.file_name(target)}", title, caption, figure)
 

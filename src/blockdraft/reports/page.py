@@ -112,7 +112,11 @@ class ReportFiles:
 
 
 def write_report(
-    folders: Sequence[str | Path], out: str | Path, on_file: Callable[[Path], None] = lambda _: None
+    folders: Sequence[str | Path],
+    out: str | Path,
+    on_file: Callable[[Path], None] = lambda _: None,
+    *,
+    study: Sequence[Table] = (),
 ) -> ReportFiles:
     """Read evaluations, write ``out/report.html``, ``out/tables`` and ``out/figures``.
 
@@ -120,6 +124,7 @@ def write_report(
         folders: of evaluations, each with a ``results.json`` and perhaps a ``traces.json``.
         out: made if it is not there; files of the same names are replaced.
         on_file: called with each file after it was written.
+        study: tables of the study that the evaluations belong to, written and shown beside the report's own.
     """
     comparison, out = read_evaluations(folders), Path(out)
     table_files: list[Path] = []
@@ -132,7 +137,7 @@ def write_report(
         on_file(file)
 
     found = tables(comparison)
-    for table in found:
+    for table in (*found, *study):
         for ending, content in (("md", table.markdown()), ("tex", table.latex()), ("csv", table.csv())):
             write(out / "tables" / f"{table.name}.{ending}", content, table_files)
     drawings: list[Drawing] = []
@@ -140,11 +145,13 @@ def write_report(
         write(out / "figures" / f"{drawing.name}.png", drawing.png(), figure_files)
         write(out / "figures" / f"{drawing.name}.svg", drawing.svg(), figure_files)
         drawings.append(drawing)
-    write(out / "report.html", page(comparison, found, drawings), [])
+    write(out / "report.html", page(comparison, found, drawings, study), [])
     return ReportFiles(out / "report.html", table_files, figure_files, found, headlines(comparison))
 
 
-def page(comparison: Comparison, tables: Sequence[Table], drawings: Sequence[Drawing]) -> str:
+def page(
+    comparison: Comparison, tables: Sequence[Table], drawings: Sequence[Drawing], study: Sequence[Table] = ()
+) -> str:
     """Write the HTML: all text is escaped, styles and script are inlined, data is JSON that no markup can leave."""
     return (
         _environment()
@@ -155,6 +162,7 @@ def page(comparison: Comparison, tables: Sequence[Table], drawings: Sequence[Dra
             headlines=headlines(comparison),
             notes=comparison.differences,
             tables=tables,
+            study=study,
             drawings=drawings,
             settings=(_tasks(comparison), _drafters(comparison)),
             evaluations=comparison.evaluations,
@@ -325,7 +333,7 @@ def _alike(measured: Averages) -> list[Averages]:
 
     def comparable(group: Averages) -> bool:
         labels = {entry.about.label for entry, _ in group}
-        return "CE" in labels and any(label.startswith("BV") for label in labels)
+        return "CE" in labels and any(entry.is_bv for entry, _ in group)
 
     split: list[Averages] = [group for _, group in groups]
     return [measured] if comparable(measured) and not any(map(comparable, split)) else split
@@ -370,5 +378,5 @@ def _headline(comparison: Comparison, rule: Rule, group: Averages) -> Headline:
 def _best(group: Averages) -> tuple[Entry, Average]:
     """Take BV if there is one, else a variant of BV, else any; of several the one with the largest predicted length."""
     exact = [m for m in group if m[0].about.label == "BV"]
-    variants = [m for m in group if m[0].about.label.startswith("BV")]
+    variants = [m for m in group if m[0].is_bv]
     return max(exact or variants or group, key=lambda m: m[1].predicted_length.value)

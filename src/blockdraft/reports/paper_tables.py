@@ -1,13 +1,15 @@
 """Make the paper's tables, and a few more, from whatever was evaluated.
 
 What was not measured is an en dash; a table with nothing to show is left out. The paper's layouts are those of
-`main`, `token_verification`, `annealing`, and `full` for each target.
+`main`, `token_verification`, `annealing`, `full` for each target, and `objectives`. As in the paper, BV without
+annealing is a row of `annealing` and of no other of these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import get_args
 
+from blockdraft.evaluation.candidates import TITLES
 from blockdraft.evaluation.results import Average, Cell, Interval, Quantity, TemperatureChoice
 from blockdraft.reports.comparison import GROUPS, Comparison, Entry, Gain, Retention, Spent, slug
 from blockdraft.reports.table import (
@@ -26,7 +28,10 @@ from blockdraft.reports.table import (
 )
 from blockdraft.verification import RULES, Rule
 
-ABLATION = {"CE": "Baseline (CE)", "BV w/o annealing": "BV w/o annealing", "BV": "BV with annealing"}
+ABLATION = {"CE": "Baseline (CE)", "BV": "BV with annealing"}
+"""What the paper's table of annealing calls two of its rows; other variants of BV keep their labels."""
+
+UNANNEALED = "w/o annealing"
 COUNTED = "τ counts tokens per verification call, correction or bonus token included."
 BEST = "Bold is the best of a column within a target."
 COMPARED_HEADS: dict[Quantity, str] = {
@@ -34,6 +39,37 @@ COMPARED_HEADS: dict[Quantity, str] = {
     "acceptance_length": "τ measured",
     "speedup": "Speed-up",
 }
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Says what an objective trains for, in the terms of the paper's comparison of objectives.
+
+    target: whether it uses the target's probabilities. verification: whether it follows from a rule of verification.
+    block: whether the positions of a block count together.
+    """
+
+    words: str
+    target: bool
+    verification: bool
+    block: bool
+
+
+AIMS = {
+    "ce": Aim("Maximize log-likelihood", False, False, False),
+    "kl": Aim("Minimize KL divergence", True, False, False),
+    "rkl": Aim("Minimize KL divergence", True, False, False),
+    "tv": Aim("Maximize token acceptance", True, True, False),
+    "lk": Aim("Maximize token acceptance", True, True, False),
+    "dpace": Aim("Maximize log-likelihood, weighted by confidence in the prefix", False, False, True),
+    "dspark": Aim("Maximize log-likelihood and token acceptance", True, True, False),
+    "e2e-tv": Aim("Maximize the product of token acceptances", True, True, True),
+    "lk-hybrid": Aim("Minimize KL divergence, then maximize token acceptance", True, True, False),
+    "rounds": Aim("Minimize the number of verification calls", True, True, True),
+    "token-bv": Aim("Maximize acceptance length under token verification", True, True, True),
+    "bv": Aim("Maximize block acceptance length", True, True, True),
+}
+"""The paper's objectives as it describes them, and those of other projects and our own in the same terms."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +115,7 @@ def tables(comparison: Comparison) -> list[Table]:
     ]
     found += [token_verification_table(comparison), annealing_table(comparison)]
     found += [full_table(comparison, target) for target in comparison.targets]
+    found.append(objectives_table(comparison))
     found += [retention_table(comparison, target) for target in comparison.targets]
     found += [lengths_table(comparison), seconds_table(comparison)]
     return [table for table in found if any(v != MISSING for row in table.rows for v in row.values)]
@@ -86,8 +123,13 @@ def tables(comparison: Comparison) -> list[Table]:
 
 def main_table(comparison: Comparison) -> Table:
     """Show mean acceptance length and speed-up, greedy and block verification: rows are losses, columns drafters."""
-    columns, rows = _losses_by_drafters(comparison, ("greedy", "block"), "paper", (TAU, SPEEDUP))
-    caption = f"Means over the tasks. {COUNTED} Speed-up is over autoregressive decoding in the same run. {BEST}"
+    columns, rows = _losses_by_drafters(
+        comparison, ("greedy", "block"), "paper", (TAU, SPEEDUP), without=_elsewhere(comparison)
+    )
+    caption = (
+        f"Means over the tasks. {comparison.evaluated()} {COUNTED} Speed-up is over autoregressive decoding in the "
+        f"same run. {BEST}"
+    )
     return Table("main", "Main results", caption, ("Target", "Loss"), columns, rows)
 
 
@@ -121,18 +163,21 @@ def best_temperature_table(comparison: Comparison) -> Table:
 
 
 def one_hot_table(comparison: Comparison) -> Table:
-    """Show the main quantities with one-hot drafts under a sampling target."""
+    """Show the main quantities with argmax drafts under a sampling target."""
     columns, rows = _losses_by_drafters(comparison, ("block", "token"), "one-hot", (PREDICTED, TAU, SPEEDUP))
     caption = (
         "The target samples, the drafter proposes its most probable token (draft temperature 0), so each token is kept "
         f"with the probability that the target gives it. Engines do this by default. {COUNTED} {BEST}"
     )
-    return Table("one-hot", "One-hot drafts", caption, ("Target", "Loss"), columns, rows)
+    return Table("one-hot", "Argmax drafts", caption, ("Target", "Loss"), columns, rows)
 
 
 def token_verification_table(comparison: Comparison) -> Table:
     """Show mean acceptance length under token verification: rows are drafters, columns losses."""
-    measured = {e.label for e in comparison.entries if e.average("token", "paper")}
+    elsewhere = _elsewhere(comparison)
+    measured = {
+        e.label for e in comparison.entries if e.average("token", "paper") and (e.target, e.label) not in elsewhere
+    }
     labels = [label for label in comparison.labels() if label in measured]
     heading = f"τ, {comparison.setting('token')}"
     columns = tuple(Column((heading, label), f"{slug(label, '_')}_tau", interval=True) for label in labels)
@@ -140,30 +185,35 @@ def token_verification_table(comparison: Comparison) -> Table:
     for target, kind in _drafters(comparison):
         averages = [_average(comparison.find(target, kind, label), "token", "paper") for label in labels]
         rows.append(TableRow((target, kind), tuple(TAU.value(average) for average in averages)))
-    caption = f"The drafters of the main table. Means over the tasks. {COUNTED} Bold is the best of a row."
+    caption = (
+        f"The drafters of the main table. Means over the tasks. {comparison.evaluated()} {COUNTED} Bold is the best of "
+        "a row."
+    )
     title = "Token verification"
     return Table("token-verification", title, caption, ("Target", "Drafter"), columns, best_in_rows(rows))
 
 
 def annealing_table(comparison: Comparison) -> Table:
-    """Show CE, BV without and with annealing, for targets that have a drafter without."""
-    entries = [e for e in comparison.entries if e.about.label in ABLATION]
-    targets = {e.target for e in entries if e.about.label == "BV w/o annealing"}
+    """Show CE and all variants of BV, for targets that have one without annealing and something to compare it with."""
+    compared = _ablation(comparison)
+    targets = {e.target for e in compared}
     rules = _present(comparison, ("greedy", "block"), "paper")
     places = [(t, k, rule) for t, k in _drafters(comparison) if t in targets for rule in rules]
     columns = tuple(
         Column((t, k, comparison.setting(r).partition(" ")[0]), f"{slug(t, '_')}_{k.lower()}_{r}_tau", interval=True)
         for t, k, r in places
     )
-    compared = sorted((e for e in entries if e.target in targets), key=lambda e: e.rank)
-    titles = {e.label: e.label.replace(e.about.label, ABLATION[e.about.label], 1) for e in compared}
+    titles = {e.label: e.label.replace(e.about.label, ABLATION.get(e.about.label, e.about.label), 1) for e in compared}
     rows = []
     for label, title in titles.items():
         averages = [_average(comparison.find(t, k, label), r, "paper") for t, k, r in places]
         rows.append(TableRow((title,), tuple(TAU.value(average) for average in averages)))
-    caption = f"BV loss with and without annealing. {COUNTED} Sampled columns are under block verification."
-    comparable = rows if len(rows) > 1 else ()
-    return Table("annealing", "Annealing", caption, ("Training loss",), columns, best_in_columns(comparable, 0))
+    caption = (
+        f'BV loss with and without annealing: "BV with annealing" is the paper\'s schedule, other variants say in what '
+        f"they differ. Means over the tasks. {comparison.evaluated()} {COUNTED} Sampled columns are under block "
+        "verification."
+    )
+    return Table("annealing", "Annealing", caption, ("Training loss",), columns, best_in_columns(rows, 0))
 
 
 def full_table(comparison: Comparison, target: str) -> Table:
@@ -176,15 +226,42 @@ def full_table(comparison: Comparison, target: str) -> Table:
         for metric in metrics
     ]
     columns += [metric.column(("", "Avg."), "average") for metric in metrics]
+    elsewhere = _elsewhere(comparison)
+    shown = [e for e in comparison.of(target) if (target, e.label) not in elsewhere]
     rows = []
     for rule in RULES:
-        for entry in (e for e in comparison.of(target) if e.cells(rule, "paper")):
+        for entry in (e for e in shown if e.cells(rule, "paper")):
             measured = [*(entry.cell(rule, "paper", task.name) for task in tasks), entry.average(rule, "paper")]
             values = [metric.value(m) for m in measured for metric in metrics]
             rows.append(TableRow((comparison.setting(rule), entry.kind, entry.label), tuple(values)))
-    caption = f"{COUNTED} Avg. is the mean over the tasks. Bold is the best of a column within a setting and drafter."
+    caption = (
+        f"{comparison.evaluated(target)} {COUNTED} Avg. is the mean over the tasks. Bold is the best of a column "
+        "within a setting and drafter."
+    )
     name, title, labels = f"full-{comparison.file_name(target)}", f"All tasks, {target}", ("Setting", "Drafter", "Loss")
     return Table(name, title, caption, labels, tuple(columns), best_in_columns(rows, 2))
+
+
+def objectives_table(comparison: Comparison) -> Table:
+    """Show what the objectives of the drafters train for, as the paper compares them."""
+    entries = sorted((e for e in comparison.entries if e.about.objective), key=lambda e: e.rank)
+    rows = []
+    for name in dict.fromkeys(str(e.about.objective) for e in entries):
+        aim = AIMS.get(name)
+        facts = () if aim is None else (aim.target, aim.verification, aim.block)
+        values = (MISSING,) * 4 if aim is None else (plain(aim.words), *(plain("yes" if f else "no") for f in facts))
+        rows.append(TableRow((TITLES.get(name, name.upper()),), values))
+    columns = (
+        Column(("Training objective",), "aim"),
+        Column(("Uses the target's probabilities?",), "uses_target_probabilities"),
+        Column(("Verification-aware?",), "verification_aware"),
+        Column(("Block-aware?",), "block_aware"),
+    )
+    caption = (
+        "What the objectives of this report train for. Verification-aware: it follows from a rule of verification. "
+        "Block-aware: the positions of a block count together. The rows of CE, KL, RKL, TV, LK and BV are the paper's."
+    )
+    return Table("objectives", "Training objectives", caption, ("Drafter loss",), columns, tuple(rows))
 
 
 def retention_table(comparison: Comparison, target: str) -> Table:
@@ -258,10 +335,34 @@ def seconds_table(comparison: Comparison) -> Table:
     return Table("seconds", "Seconds by phase", caption, labels, tuple(columns), tuple(rows))
 
 
+def _ablation(comparison: Comparison) -> list[Entry]:
+    """Return the drafters of the table of annealing: CE, then BV without annealing, then its other variants."""
+    found = [e for e in comparison.entries if e.about.label == "CE" or e.is_bv]
+    labels = {target: {e.label for e in found if e.target == target} for target in comparison.targets}
+    targets = {e.target for e in found if _is_unannealed(e) and len(labels[e.target]) > 1}
+    compared = [e for e in found if e.target in targets]
+    return sorted(compared, key=lambda e: (e.about.label != "CE", not _is_unannealed(e), e.rank))
+
+
+def _is_unannealed(entry: Entry) -> bool:
+    return entry.is_bv and UNANNEALED in entry.about.label
+
+
+def _elsewhere(comparison: Comparison) -> set[tuple[str, str]]:
+    """Return targets and labels of drafters that only the table of annealing has a row for, as in the paper."""
+    shown = [e for e in _ablation(comparison) if e.average("greedy", "paper") or e.average("block", "paper")]
+    return {(e.target, e.label) for e in shown if _is_unannealed(e)}
+
+
 def _losses_by_drafters(
-    comparison: Comparison, rules: tuple[Rule, ...], choice: TemperatureChoice, metrics: tuple[Metric, ...]
+    comparison: Comparison,
+    rules: tuple[Rule, ...],
+    choice: TemperatureChoice,
+    metrics: tuple[Metric, ...],
+    *,
+    without: Set[tuple[str, str]] = frozenset(),
 ) -> tuple[tuple[Column, ...], tuple[TableRow, ...]]:
-    """Make rows of targets and losses, and columns of rules, drafters and metrics."""
+    """Make rows of targets and losses, but for those left out, and columns of rules, drafters and metrics."""
     places = [(rule, kind) for rule in _present(comparison, rules, choice) for kind in comparison.kinds]
     columns = tuple(
         metric.column((comparison.setting(rule), kind), f"{rule}_{kind.lower()}")
@@ -270,7 +371,7 @@ def _losses_by_drafters(
     )
     rows = []
     for target in comparison.targets:
-        for label in comparison.labels(target):
+        for label in (each for each in comparison.labels(target) if (target, each) not in without):
             averages = [_average(comparison.find(target, kind, label), rule, choice) for rule, kind in places]
             rows.append(TableRow((target, label), tuple(metric.value(a) for a in averages for metric in metrics)))
     return columns, best_in_columns(rows, 1)
