@@ -92,7 +92,7 @@ import sys, time
 from pathlib import Path
 from blockdraft.study.processes import leftovers_ended, start
 script = "trap 'sleep 1; touch saved; exit 143' TERM; touch begun; while :; do sleep 0.05; done"
-with leftovers_ended(Path("lock"), lambda: None) as lock, open("log", "wb") as log:
+with leftovers_ended(Path("lock"), print) as lock, open("log", "wb") as log:
     start(["sh", "-c", script], log, {}, lock)
     time.sleep(600)
 """
@@ -106,12 +106,11 @@ def test_a_child_of_a_killed_parent_saves_and_stops_and_whoever_is_next_waits_fo
             time.sleep(0.02)
         parent.send_signal(signal.SIGKILL)
     waits = []
-    with leftovers_ended(tmp_path / "lock", lambda: waits.append((tmp_path / "saved").exists())):
-        assert (tmp_path / "saved").exists()
-    assert waits == [False]
-    with leftovers_ended(tmp_path / "lock", lambda: waits.append(True)) as lock, (tmp_path / "log").open("wb") as log:
+    with leftovers_ended(tmp_path / "lock", lambda done: waits.append((done, (tmp_path / "saved").exists()))):
+        assert waits == [(0, False), (1, True)]
+    with leftovers_ended(tmp_path / "lock", waits.append) as lock, (tmp_path / "log").open("wb") as log:
         assert start(["true"], log, os.environ, lock).wait() == 0
-    assert waits == [False]
+    assert len(waits) == 2
 
 
 @pytest.mark.slow

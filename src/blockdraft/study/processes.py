@@ -24,12 +24,12 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 @contextmanager
-def leftovers_ended(file: Path, on_wait: Callable[[], None]) -> Iterator[int | None]:
+def leftovers_ended(file: Path, on_wait: Callable[[int], None]) -> Iterator[int | None]:
     """Wait until the children of a study that was killed have ended; yields the lock for this one's own children.
 
     Args:
         file: is locked; the lock is free when the last process that holds it has ended.
-        on_wait: called once if there is somebody to wait for.
+        on_wait: called with 0 if there is somebody to wait for, and with 1 once they have ended.
     """
     if sys.platform == "win32":
         yield None
@@ -41,8 +41,9 @@ def leftovers_ended(file: Path, on_wait: Callable[[], None]) -> Iterator[int | N
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            on_wait()
+            on_wait(0)
             fcntl.flock(lock, fcntl.LOCK_EX)
+            on_wait(1)
         yield lock
     finally:
         os.close(lock)

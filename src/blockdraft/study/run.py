@@ -249,11 +249,11 @@ class Study:
         with exclusive(self.out):
             self._remember()
             (self.out / "logs").mkdir(exist_ok=True)
-            with leftovers_ended(self.out / "logs" / ".running", self._say_waiting) as self._lock:
+            with leftovers_ended(self.out / "logs" / ".running", self._show_waiting) as self._lock:
                 return self._run_all()
 
-    def _say_waiting(self) -> None:
-        self.on_progress("waiting for commands of a study that was killed, which are stopping", 0, 1, 0)
+    def _show_waiting(self, done: int) -> None:
+        self.on_progress("waiting for commands of a killed study to save and stop", done, 1, 0)
 
     def _run_all(self) -> StudySummary:
         for number, job in enumerate(jobs := self.data_jobs()):
