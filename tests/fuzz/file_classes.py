@@ -91,8 +91,9 @@ DOCTOR, DOCTOR_FLAT, DOCTOR_DSPARK, DOCTOR_SPECULATORS = (_doctor(each, "--no-me
 MEASURE, MEASURE_FLAT, MEASURE_DSPARK, MEASURE_SPECULATORS = map(_doctor, DRAFTERS)
 DOCTOR_DATA = Reader("doctor", (*DOCTOR.arguments, "--data", "data"), (*DOCTOR.needs, "data"))
 STUDY = Reader(
-    "study", ("study", "study.yaml", "--jobs", "1", "--out", "study"), ("study.yaml", "study"), ("study/.lock",)
-)
+    "study", ("study", "study.yaml", "--jobs", "1", "--out", "study"), ("study.yaml", "study"),
+    ("study/.lock", "study/logs"),
+)  # fmt: skip
 FURTHER = Reader(
     "train", ("train", "recipe.yaml", "drafter.initial=flat", "--out", "new"),
     ("target", "data", "recipe.yaml", "flat"), ("new",),

@@ -15,17 +15,7 @@ from blockdraft.study import run as run_module
 from blockdraft.study.run import Job
 
 from commands import blockdraft
-
-TINY = """
-name: tiny
-targets: {pocket: {recipe: pocket, prompts: pocket, num_prompts: 24, max_new_tokens: 24, max_length: 160}}
-drafters: [dflash]
-objectives: {ce: {recipe: ce}, bv: {recipe: bv, set: [annealing.final=1.0]}}
-seeds: [1]
-set: [optimizer.max_steps=3, drafter.num_layers=1, drafter.num_proposals=4, data.num_heldout=4,
-      logging.heldout_blocks=8, logging.save_steps=1, logging.logging_steps=1, runtime.device=cpu, data.features=cached]
-evaluation: {tasks: [pocket-math], num_prompts: 2, num_decoded: 1, max_new_tokens: 12, rules: [token, block]}
-"""
+from tiny_study import TINY
 
 
 def test_every_shipped_study_is_valid_and_the_papers_has_its_28_cells():
@@ -322,6 +312,12 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     changed = load_study("s.yaml", ["objectives.bv.set=[annealing.final=0.5]"])  # as if a shipped recipe had changed
     with pytest.raises(StudyError, match=r"bv-seed1 was trained by another recipe: annealing differ"):
         Study(changed, "parts").is_trained(changed.cells[1])
+    changed = load_study("s.yaml", ["objectives.bv.set=[batch.num_texts=8]"])
+    with pytest.raises(StudyError, match=r"bv-seed1 was trained by another recipe: batch differ"):
+        Study(changed, "parts").is_trained(changed.cells[1])
+    free = ["batch.gradient_accumulation_steps=2", "runtime.gradient_checkpointing=true"]
+    split = load_study("s.yaml", [f"objectives.lk={{recipe: lk, set: [{','.join(free)}]}}", "hardware.devices=2"])
+    assert Study(split, "parts").run().wins.keys() == {"bv", "lk"}  # how a step is computed may change
     for change in ("evaluation.num_prompts=1", "objectives.bv.set=[]", "objectives={ce: {recipe: ce}}", "seeds=[2]"):
         with pytest.raises(StudyError, match="holds another study"):
             Study(load_study("s.yaml", [change]), "parts").run()

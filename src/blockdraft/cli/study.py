@@ -10,7 +10,7 @@ import typer
 from blockdraft.cli.options import Device, Dtype
 
 if TYPE_CHECKING:
-    from blockdraft.study import Study, StudyHardware
+    from blockdraft.study import Study
 
 
 def study(
@@ -29,16 +29,22 @@ def study(
             metavar="N",
             min=1,
             help="How many cells or evaluations run at once.",
-            show_default="one for each GPU, or for each core if there is none",
+            show_default="as many as there are GPUs for, or cores if there is no GPU",
         ),
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show cells, cost and commands, and run nothing.")] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="With --plan: print one sbatch line for each cell that is left to train.")
+    ] = False,
     devices: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="How many devices train each cell, for the plan.", show_default="the study's"
+            metavar="N",
+            min=1,
+            help="How many devices train each cell together, and evaluate, with a process for each.",
+            show_default="the study's",
         ),
     ] = None,
     tflops: Annotated[
@@ -76,20 +82,25 @@ def study(
     Stop it whenever you like: the same command resumes.
     """
     from blockdraft.cli.progress import Stages
-    from blockdraft.study import Study, load_study
+    from blockdraft.study import Study, StudyError, jobs_at_once, load_study
 
     loaded = load_study(recipe, assignments)
     if dtype is not None:
         loaded = loaded.model_copy(update={"set": [*loaded.set, f"target.dtype={dtype}"]})
-    gpus = _visible_gpus() if device in (None, "cuda") else []
-    cores = (os.cpu_count() or 1) if device in (None, "cpu") else 1
-    num_jobs = jobs or len(gpus) or cores
+    given = {"devices": devices, "tflops": tflops, "efficiency": efficiency, "tokens_per_text": tokens_per_text}
+    hardware = loaded.hardware.model_copy(update={key: x for key, x in given.items() if x is not None})
+    loaded = loaded.model_copy(update={"hardware": hardware})
     folder = out or Path("studies") / loaded.name
     if plan:
-        given = {"devices": devices, "tflops": tflops, "efficiency": efficiency, "tokens_per_text": tokens_per_text}
-        assumed = loaded.hardware.model_copy(update={key: x for key, x in given.items() if x is not None})
-        _show_plan(Study(loaded, folder, device=device), assumed)
+        show = _show_slurm if slurm else _show_plan
+        show(Study(loaded, folder, device=device))
         return
+    if slurm:
+        raise StudyError("--slurm prints commands and runs nothing; give it together with --plan")
+    gpus = _visible_gpus() if device in (None, "cuda") else []
+    cores = (os.cpu_count() or 1) if device in (None, "cpu") else 1
+    fitting = jobs_at_once(hardware.devices, num_gpus=len(gpus), num_cores=cores, device=device)
+    num_jobs = jobs or fitting
     print(f"{loaded.name}: {len(loaded.cells)} cells in {folder}, {num_jobs} at a time", file=sys.stderr)
     with Stages() as stages:
         running = Study(loaded, folder, num_jobs=num_jobs, gpus=gpus, device=device, on_progress=stages.show)
@@ -108,41 +119,57 @@ def _visible_gpus() -> list[str]:
     return names[:count]
 
 
-def _show_plan(study: "Study", assumed: "StudyHardware") -> None:
+def _show_plan(study: "Study") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from blockdraft.data import read_manifest
-    from blockdraft.data.manifest import MANIFEST
-    from blockdraft.training import estimate
+    from blockdraft.study.cost import answers_to_decode, cell_costs, responses_to_sample
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("cell", "steps", "done", "GiB a device", "hours"):
         table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=True)
-    total = 0.0
-    for cell in study.recipe.cells:
-        target = study.recipe.targets[cell.target]
-        num_texts, length = target.num_prompts * target.num_responses, assumed.tokens_per_text
-        folder = study.data_folder(cell.target)
-        if os.path.lexists(folder / MANIFEST):  # otherwise it is not made yet, and will be what the study asks for
-            counts = read_manifest(folder).totals
-            num_texts = max(1, counts.rows)
-            length = (counts.prompt_tokens + counts.response_tokens) / num_texts
-        found = estimate(cell.recipe, num_devices=assumed.devices, num_texts=num_texts, tokens_per_text=length)
-        hours = found.hours(assumed.tflops, assumed.efficiency)
-        total += hours
-        done, _of = study.steps_done(cell)
-        table.add_row(
-            cell.name, f"{found.num_steps:,}", f"{done:,}", f"{found.device_bytes / 2**30:.1f}", f"{hours:.2f}"
-        )
+    costs, assumed = cell_costs(study), study.recipe.hardware
+    for cost in costs:
+        memory = f"{cost.device_bytes / 2**30:.1f}"
+        table.add_row(cost.cell.name, f"{cost.num_steps:,}", f"{cost.num_done:,}", memory, f"{cost.hours:.2f}")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
+    together = f"{assumed.devices} {'devices' if assumed.devices > 1 else 'device'} each"
     console.print(
-        f"{len(study.recipe.cells)} cells, {total:,.1f} hours of training on {assumed.devices} "
-        f"{'devices' if assumed.devices > 1 else 'device'} each, at {assumed.efficiency:.0%} of {assumed.tflops:g} "
-        "TFLOP/s; data and evaluation are not counted"
+        f"{len(costs)} cells, {sum(cost.hours for cost in costs):,.1f} hours of training on {together}, at "
+        f"{assumed.efficiency:.0%} of {assumed.tflops:g} TFLOP/s"
     )
-    console.print("\ncommands, each of which resumes by itself (torchrun -m blockdraft ... on several devices):")
+    sampled, decoded = responses_to_sample(study), answers_to_decode(study)
+    if sampled.num:
+        console.print(
+            f"{sampled.num:,} responses to sample, {sampled.hours:,.1f} hours on one device, at an assumed "
+            f"{assumed.sampling_rate:,g} tokens/s; until then, each counts as one text of {assumed.tokens_per_text:,g} "
+            "tokens (a text is an assistant turn)"
+        )
+    if decoded.num:
+        console.print(
+            f"{decoded.num:,} answers in evaluations, {decoded.hours:,.1f} hours on {together}, at an assumed "
+            f"{assumed.decoding_rate:,g} tokens/s for a single text; scoring drafters is not counted"
+        )
+    console.print("\ncommands, each of which resumes by itself:")
     evaluations = [study.evaluation_job(target, seed) for seed in study.recipe.seeds for target in study.recipe.targets]
     for job in [*study.data_jobs(), *map(study.training_job, study.recipe.cells), *evaluations]:
         console.print(f"  {job}")
+
+
+def _show_slurm(study: "Study") -> None:
+    """Print an sbatch line for each cell that is left; one that reads features that another builds waits for that."""
+    import shlex
+
+    cells = {cell.name for cell in study.recipe.cells}
+    jobs = sorted((job for job in study.jobs_left() if job.name in cells), key=lambda job: len(job.needs))
+    builders = list(dict.fromkeys(name for job in jobs for name in job.needs))
+    for job in jobs:
+        after = [f"--dependency=afterok:$features{builders.index(name)}" for name in job.needs]
+        options = [f"--job-name={job.name}", f"--gpus-per-node={job.num_processes}", *after]
+        line = " ".join(["sbatch", *options, "--wrap", shlex.quote(str(job))])
+        if job.name in builders:
+            line = f"features{builders.index(job.name)}=$({line.replace('sbatch', 'sbatch --parsable', 1)})"
+        print(line)
+    for job in study.data_jobs():
+        print(f"{job.name} must be there before: {job}", file=sys.stderr)

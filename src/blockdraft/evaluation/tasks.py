@@ -149,6 +149,19 @@ def load_tasks(
     return tasks
 
 
+def count_prompts(names: Sequence[str], num_prompts: int | None = None) -> list[int]:
+    """Return how many prompts each task will have, without downloading any; a benchmark may turn out to have fewer."""
+    known = {name: each.num_prompts for name, each in BENCHMARKS.items()}
+    counts = list[int]()
+    for name in names:
+        if name in ("benchmarks", *BENCHMARKS):
+            wanted = list(BENCHMARKS) if name == "benchmarks" else [name]
+            counts += [min(num_prompts or known[each], known[each]) for each in wanted]
+        else:
+            counts += [len(task.prompts) for task in load_tasks([name], num_prompts=num_prompts)]
+    return counts
+
+
 def choose(prompts: Sequence[Prompt], num: int, seed: int) -> list[Prompt]:
     """Choose ``num`` of the prompts and keep their order; a smaller choice is part of a larger one."""
     ranks = list(range(len(prompts)))

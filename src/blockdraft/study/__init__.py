@@ -1,6 +1,8 @@
 """This package runs the paper's experiment at any size, by one command, over seeds, with tables."""
 
 from blockdraft.study.plan import StudyCell, StudyError, StudyHardware, StudyRecipe, load_study, shipped_studies
-from blockdraft.study.run import Study
+from blockdraft.study.run import Study, jobs_at_once
 
-__all__ = ["Study", "StudyCell", "StudyError", "StudyHardware", "StudyRecipe", "load_study", "shipped_studies"]
+__all__ = [
+    "Study", "StudyCell", "StudyError", "StudyHardware", "StudyRecipe", "jobs_at_once", "load_study", "shipped_studies",
+]  # fmt: skip

@@ -69,12 +69,18 @@ class StudyEvaluation(Section):
 
 
 class StudyHardware(Section):
-    """Says what hardware the plan's hours and memory assume; nothing that is run depends on it."""
+    """Says how many devices train a cell, and what the plan assumes of them; no result depends on it."""
 
-    devices: int = Field(8, ge=1, description="devices that train a cell together")
+    devices: int = Field(1, ge=1, description="devices that train a cell together, and evaluate; a process for each")
     tflops: float = Field(989.0, gt=0, description="peak rate of a device in TFLOP/s")
     efficiency: float = Field(0.2, gt=0, le=1, description="share of the peak rate that is reached")
     tokens_per_text: float = Field(1000.0, ge=1, description="mean length of a text, until there is a data folder")
+    sampling_rate: float = Field(
+        2500.0, gt=0, description="tokens per second that a device samples in large batches: an assumption"
+    )
+    decoding_rate: float = Field(
+        50.0, gt=0, description="tokens per second of a device that decodes a single text: an assumption"
+    )
 
 
 class StudyRecipe(Section):

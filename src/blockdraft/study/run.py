@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import yaml
@@ -25,30 +26,71 @@ from blockdraft.data import read_manifest
 from blockdraft.evaluation import read_results
 from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.files import atomic_write, exclusive
+from blockdraft.recipes import Recipe
 from blockdraft.recipes.loading import read_yaml_file
 from blockdraft.runs import Run
-from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyRecipe
+from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyObjective, StudyRecipe, StudyTarget
+from blockdraft.study.processes import leftovers_ended, start
 from blockdraft.study.summary import StudySummary, summarize
 
 COMPARED = ("objective", "annealing", "batch", "optimizer", "seed")
 """Parts of a recipe that a finished run must share with its cell; what depends on data and target is left out."""
 
+FREE = ("runtime", "batch.gradient_accumulation_steps")
+"""Sections and fields that say how a run computes, and not what: they may change while a study goes on."""
+
+
+def jobs_at_once(num_processes: int, *, num_gpus: int, num_cores: int, device: str | None = None) -> int:
+    """Return how many cells a machine trains side by side, if each takes so many processes with a device each.
+
+    Processes run on CPUs if the study needs one for each cell and there is no GPU, or if ``device`` says so.
+    """
+    if num_processes == 1:
+        return num_gpus or num_cores
+    if device == "cpu":
+        return max(1, num_cores // num_processes)
+    if num_gpus < num_processes:
+        raise StudyError(
+            f"each cell is trained by {num_processes} processes with a GPU each (hardware.devices), and "
+            f"{num_gpus or 'no'} {'GPU' if num_gpus == 1 else 'GPUs'} can be used here; set "
+            f"hardware.devices={num_gpus or 1}. A step stays the same: `train` raises "
+            "batch.gradient_accumulation_steps until it fits into a GPU, or you set it yourself"
+        )
+    return num_gpus // num_processes
+
 
 @dataclass(frozen=True)
 class Job:
-    """Holds a command of a study: what it makes, how, and the names of the jobs that must end before it starts."""
+    """Holds a command of a study.
+
+    name: what it makes.
+    arguments: of ``blockdraft``.
+    needs: names of the jobs that must end before it starts.
+    num_processes: how many processes run it together, under torchrun if there are several.
+    """
 
     name: str
     arguments: list[str]
     needs: frozenset[str] = frozenset()
+    num_processes: int = 1
 
     @property
     def command(self) -> list[str]:
-        """Give the command line, for a process of its own."""
-        return [sys.executable, "-m", "blockdraft", *self.arguments]
+        """Give the command line, for this Python."""
+        module = ["-m", "blockdraft", *self.arguments]
+        if self.num_processes > 1:
+            module = ["-m", "torch.distributed.run", *self._torchrun_options, *module]
+        return [sys.executable, *module]
+
+    @property
+    def _torchrun_options(self) -> list[str]:
+        # standalone: a free port, so that several can run on one machine
+        return ["--standalone", "--nproc-per-node", str(self.num_processes)]
 
     def __str__(self) -> str:
-        return shlex.join(["blockdraft", *self.arguments])
+        if self.num_processes == 1:
+            return shlex.join(["blockdraft", *self.arguments])
+        return shlex.join(["torchrun", *self._torchrun_options, "-m", "blockdraft", *self.arguments])
 
 
 class Study:
@@ -57,8 +99,8 @@ class Study:
     Args:
         recipe: the study.
         out: its folder.
-        num_jobs: how many cells and evaluations run at once.
-        gpus: as ``CUDA_VISIBLE_DEVICES`` names them; jobs that run at once are shared out over them.
+        num_jobs: how many cells and evaluations run at once, each in ``hardware.devices`` processes.
+        gpus: as ``CUDA_VISIBLE_DEVICES`` names them; processes that run at once are shared out over them.
         device: where every command computes; None leaves it to the command.
         on_progress: called with a stage, how many of its items are done, how many there are, and 0.
     """
@@ -76,12 +118,26 @@ class Study:
         self.recipe, self.out, self.num_jobs = recipe, Path(out), num_jobs
         self.gpus, self._device_options = list(gpus), [] if device is None else ["--device", device]
         self.on_progress = on_progress or (lambda _stage, _done, _of, _tokens: None)
+        self._lock: int | None = None  # that children hold until they end
 
     # What there is to do
 
     def data_folder(self, target: str) -> Path:
-        """Return the folder of a target's texts: the one that the study names, or the one that it makes."""
-        return self.recipe.targets[target].data or self.out / "data" / target
+        """Return the folder of a target's texts: the one that the study names, or the one that it makes.
+
+        Targets that differ in nothing that decides their texts share those of the first.
+        """
+        return self.recipe.targets[target].data or self.out / "data" / self._writers[target]
+
+    @cached_property
+    def _writers(self) -> dict[str, str]:
+        """For each target whose texts the study makes, the first one with the same."""
+        first, found = dict[str, str](), dict[str, str]()
+        for name, target in self.recipe.targets.items():
+            if target.data is None:
+                deciding = target.model_dump_json(exclude={"set", "recipe"})
+                found[name] = first.setdefault(f"{self._model(name)} {deciding}", name)
+        return found
 
     def run_folder(self, cell: StudyCell) -> Path:
         """Return the folder of a cell's training run."""
@@ -94,9 +150,8 @@ class Study:
     def data_jobs(self) -> list[Job]:
         """Return the commands that choose prompts and let the targets answer them."""
         jobs = []
-        for name, target in self.recipe.targets.items():
-            if target.data is not None:
-                continue
+        for name in dict.fromkeys(self._writers.values()):
+            target = self.recipe.targets[name]
             prompts = self.out / "data" / f"{name}.prompts.jsonl"
             if not prompts.exists():
                 chosen = ["--num", str(target.num_prompts), "--out", str(prompts)]
@@ -119,7 +174,7 @@ class Study:
         if recipe.data.cache != PLACEHOLDER:
             assert recipe.data.cache is not None
             return recipe.data.cache
-        parts = [cell.target, f"{drafter.num_features or 'default'}-layers"]
+        parts = [self._writers.get(cell.target, cell.target), f"{drafter.num_features or 'default'}-layers"]
         parts += [recipe.target.dtype] if recipe.target.dtype else []
         parts += [f"normalizer-{recipe.make_objective().temperature:g}"] if drafter.vocab_size is not None else []
         return self.out / "features" / "-".join(parts)
@@ -128,7 +183,8 @@ class Study:
         """Return the command that trains one cell."""
         fields = cell.assignments(self.data_folder(cell.target), self.cache_folder(cell))
         out = ["--out", str(self.run_folder(cell))]
-        return Job(cell.name, ["train", cell.recipe_name, *fields, *self._device_options, *out])
+        arguments = ["train", cell.recipe_name, *fields, *self._device_options, *out]
+        return Job(cell.name, arguments, num_processes=self.recipe.hardware.devices)
 
     def evaluation_job(self, target: str, seed: int) -> Job:
         """Return the command that evaluates all drafters of one target and seed."""
@@ -146,7 +202,7 @@ class Study:
         if evaluation.prompts is not None:
             arguments += ["--prompts", str(evaluation.prompts)]
         arguments += ["--out", str(self.evaluation_folder(target, seed))]
-        return Job(self._evaluation_name(target, seed), arguments)
+        return Job(self._evaluation_name(target, seed), arguments, num_processes=self.recipe.hardware.devices)
 
     def steps_done(self, cell: StudyCell) -> tuple[int, int | None]:
         """Return the steps that a cell has taken, and how many it will take; None if that is not known yet."""
@@ -164,8 +220,9 @@ class Study:
         """
         if not Run.is_run(self.run_folder(cell)):
             return False
-        run, wanted = Run.open(self.run_folder(cell)), cell.recipe.resolved()
-        differ = [name for name in COMPARED if getattr(run.recipe, name) != getattr(wanted, name)]
+        run = Run.open(self.run_folder(cell))
+        found, wanted = _compared(run.recipe), _compared(cell.recipe.resolved())
+        differ = [name for name in COMPARED if found[name] != wanted[name]]
         if differ:
             raise StudyError(
                 f"{run.folder} was trained by another recipe: {', '.join(differ)} differ. Choose another --out, or set "
@@ -191,24 +248,32 @@ class Study:
         self.out.mkdir(parents=True, exist_ok=True)
         with exclusive(self.out):
             self._remember()
-            for number, job in enumerate(jobs := self.data_jobs()):
-                self.on_progress("data", number, len(jobs), 0)
-                self._run([job], 1)
-                self.on_progress("data", number + 1, len(jobs), 0)
-            jobs = self.jobs_left()
-            left = {job.name for job in jobs}
+            (self.out / "logs").mkdir(exist_ok=True)
+            with leftovers_ended(self.out / "logs" / ".running", self._show_waiting) as self._lock:
+                return self._run_all()
 
-            def report(ended: str) -> None:
-                """Summarize the complete seeds, so that a study that is stopped later has something to show."""
-                left.discard(ended)
-                complete = [seed for seed in self.recipe.seeds if not left & self._evaluations(seed)]
-                if ended in self._evaluations(*self.recipe.seeds):
-                    self.on_progress(ended, 1, 1, 0)
-                    if complete and left:
-                        summarize(self.recipe.model_copy(update={"seeds": complete}), self.out)
+    def _show_waiting(self, done: int) -> None:
+        self.on_progress("waiting for commands of a killed study to save and stop", done, 1, 0)
 
-            self._run(jobs, self.num_jobs, self._show_steps(), report)
-            return summarize(self.recipe, self.out)
+    def _run_all(self) -> StudySummary:
+        for number, job in enumerate(jobs := self.data_jobs()):
+            self.on_progress("data", number, len(jobs), 0)
+            self._run([job], 1)
+            self.on_progress("data", number + 1, len(jobs), 0)
+        jobs = self.jobs_left()
+        left = {job.name for job in jobs}
+
+        def report(ended: str) -> None:
+            """Summarize the complete seeds, so that a study that is stopped later has something to show."""
+            left.discard(ended)
+            complete = [seed for seed in self.recipe.seeds if not left & self._evaluations(seed)]
+            if ended in self._evaluations(*self.recipe.seeds):
+                self.on_progress(ended, 1, 1, 0)
+                if complete and left:
+                    summarize(self.recipe.model_copy(update={"seeds": complete}), self.out)
+
+        self._run(jobs, self.num_jobs, self._show_steps(), report)
+        return summarize(self.recipe, self.out)
 
     def jobs_left(self) -> list[Job]:
         """Return the training jobs and evaluations that are left, seed by seed, with what each waits for."""
@@ -252,13 +317,13 @@ class Study:
                 before = StudyRecipe.model_validate(read_yaml_file(file))
             except ValidationError as error:
                 raise StudyError(f"{file} does not describe a study; choose another --out") from error
-            now = self.recipe
+            before, now = _deciding(before), _deciding(self.recipe)
             kept = set(before.seeds) <= set(now.seeds) and before.objectives.items() <= now.objectives.items()
             may_differ = {"seeds": now.seeds, "objectives": now.objectives, "baseline": now.baseline}
-            if not kept or before.model_copy(update=may_differ) != now:
+            if not kept or before.model_copy(update=may_differ | {"hardware": now.hardware}) != now:
                 raise StudyError(
-                    f"{self.out} holds another study; you may add seeds and objectives and change the baseline, "
-                    "nothing else. Choose another --out"
+                    f"{self.out} holds another study; you may add seeds and objectives and change the baseline, the "
+                    f"hardware and fields of {' and '.join(FREE)}, nothing else. Choose another --out"
                 )
         with atomic_write(file) as unfinished:
             text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
@@ -299,24 +364,21 @@ class Study:
 
         If one fails, the others are told to save and stop.
         """
-        threads = max(1, (os.cpu_count() or 1) // num_at_once)
-        environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-        logs = self.out / "logs"
-        logs.mkdir(exist_ok=True)
+        (self.out / "logs").mkdir(exist_ok=True)
         waiting, running, failed = list(jobs), dict[str, subprocess.Popen[bytes]](), list[str]()
-        places = dict[str, str]()  # the GPU of every job
+        places, begins = dict[str, list[str]](), dict[str, int]()  # the GPUs of every job; where its log begins
         try:
             while (waiting or running) and not failed:
                 unfinished = {job.name for job in waiting} | set(running)
                 for job in [each for each in waiting if not each.needs & unfinished]:
                     if len(running) < num_at_once:
                         waiting.remove(job)
-                        if self.gpus:
-                            taken = [places[name] for name in running]
-                            places[job.name] = min(self.gpus, key=taken.count)
-                            environment["CUDA_VISIBLE_DEVICES"] = places[job.name]
+                        taken = [gpu for name in running for gpu in places[name]]
+                        places[job.name] = sorted(self.gpus, key=taken.count)[: job.num_processes]
+                        environment = self._environment(job, num_at_once, places[job.name])
                         with self._log(job.name).open("ab") as log:
-                            running[job.name] = subprocess.Popen(job.command, stdout=log, stderr=log, env=environment)
+                            begins[job.name] = log.tell()
+                            running[job.name] = start(job.command, log, environment, self._lock)
                 time.sleep(0.2)
                 ended = {name: child.returncode for name, child in running.items() if child.poll() is not None}
                 for name in ended:
@@ -333,9 +395,40 @@ class Study:
             for child in running.values():
                 child.wait()
         if failed:
-            last = "".join(self._log(failed[0]).read_text(errors="replace").strip().splitlines()[-1:])
-            said = last.removeprefix("error: ")
-            raise StudyError(f"{failed[0]} failed: {said} (all of it: {self._log(failed[0])})")
+            written = self._log(failed[0]).read_bytes()[begins[failed[0]] :].decode(errors="replace")
+            lines = written.strip().splitlines() or [""]
+            # torchrun has its own last words, after those of the processes
+            said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
+            raise StudyError(f"{failed[0]} failed: {said.removeprefix('error: ')} (all of it: {self._log(failed[0])})")
+
+    def _environment(self, job: Job, num_at_once: int, gpus: Sequence[str]) -> dict[str, str]:
+        """Return the environment of a job: its share of the cores, unless the user has decided that, and its GPUs."""
+        threads = max(1, (os.cpu_count() or 1) // (num_at_once * job.num_processes))
+        found = {"OMP_NUM_THREADS": str(threads)} | os.environ
+        return found | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else found
 
     def _log(self, name: str) -> Path:
         return self.out / "logs" / f"{name.replace(' ', '-').replace(',', '')}.log"
+
+
+def _compared(recipe: Recipe) -> dict[str, object]:
+    """Return the parts of a recipe that a finished run must share with its cell, without the fields that are free."""
+    return recipe.model_dump(include=set(COMPARED), exclude={"batch": {"gradient_accumulation_steps"}})
+
+
+def _deciding(study: StudyRecipe) -> StudyRecipe:
+    """Return a study without the assignments of fields that are free to change."""
+
+    def without(found: StudyRecipe | StudyTarget | StudyObjective) -> dict[str, list[str]]:
+        return {"set": [each for each in found.set if not is_free(each.partition("=")[0].strip())]}
+
+    def is_free(field: str) -> bool:
+        return any(field == name or field.startswith(f"{name}.") for name in FREE)
+
+    return study.model_copy(
+        update=without(study)
+        | {
+            "targets": {name: each.model_copy(update=without(each)) for name, each in study.targets.items()},
+            "objectives": {name: each.model_copy(update=without(each)) for name, each in study.objectives.items()},
+        }
+    )

@@ -1,0 +1,138 @@
+"""Plans: what `study --plan` prints of cells, costs and commands, and what it assumes."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from blockdraft.evaluation.tasks import count_prompts
+from blockdraft.study import Study, load_study
+from blockdraft.study.cost import answers_to_decode, cell_costs, responses_to_sample
+
+from commands import blockdraft
+from tiny import tiny_model, tiny_tokenizer
+from tiny_study import TINY
+
+
+def plan(*arguments, cwd="."):
+    ended = blockdraft("study", *arguments, "--plan", cwd=cwd)
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+def test_the_plan_of_the_paper_has_28_cells_with_hours_and_memory_and_a_command_for_each(tmp_path):
+    text = plan("paper", cwd=tmp_path)
+    rows = re.findall(r"^(qwen3-\S+)-seed42 +18,750 +0 +(\d+\.\d) +(\d+\.\d\d)$", text, re.MULTILINE)
+    assert len(rows) == len({name for name, _, _ in rows}) == 28
+    assert all(30 < float(memory) < 70 and 4 < float(hours) < 9 for _, memory, hours in rows)
+    said = re.search(r"28 cells, ([\d.]+) hours of training on 8 devices each, at 20% of 989 TFLOP/s", text)
+    assert float(said[1]) == pytest.approx(sum(float(hours) for _, _, hours in rows), abs=0.3)
+    assert "200,000 responses to sample, 22.2 hours on one device, at an assumed 2,500 tokens/s" in text
+    assert "each counts as one text of 1,000 tokens (a text is an assistant turn)" in text
+    assert "at an assumed 50 tokens/s" in text
+    commands = [line.strip() for line in text.splitlines() if line.startswith("  ")]
+    for verb, num in (("train", 28), ("evaluate", 2)):
+        beginning = f"torchrun --standalone --nproc-per-node 8 -m blockdraft {verb} "
+        assert sum(line.startswith(beginning) for line in commands) == num
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cell_by_one_process_has_a_plain_command():
+    text = plan("paper", "--devices", "1")
+    assert "on 1 device each" in text
+    assert "torchrun" not in text
+    assert text.count("\n  blockdraft train ") == 28
+
+
+def test_slurm_has_a_line_for_each_cell(tmp_path):
+    lines = plan("paper", "--slurm", cwd=tmp_path).splitlines()
+    assert len(lines) == 28
+    for line in lines:
+        words = shlex.split(line)
+        assert words[0] == "sbatch"
+        assert words[2:4] == ["--gpus-per-node=8", "--wrap"]
+        assert words[4].startswith("torchrun --standalone --nproc-per-node 8 -m blockdraft train qwen3-")
+    first, second = plan("pocket-short", "--slurm", "seeds=[42]", "drafters=[dflash]", cwd=tmp_path).splitlines()[:2]
+    assert first.startswith("features0=$(sbatch --parsable --job-name=pocket-dflash-ce-seed42 ")
+    assert " --dependency=afterok:$features0 " in second
+    ended = blockdraft("study", "paper", "--slurm", cwd=tmp_path)
+    assert ended.code == 2
+    assert "--plan" in ended.err
+
+
+def test_sampling_and_decoding_are_counted(tmp_path):
+    (tmp_path / "s.yaml").write_text(TINY)
+    rates = ["hardware.sampling_rate=100", "hardware.decoding_rate=10", "hardware.tokens_per_text=90"]
+    study = Study(load_study(tmp_path / "s.yaml", ["seeds=[1,2]", *rates]), tmp_path / "out")
+    sampled = responses_to_sample(study)
+    assert (sampled.num, sampled.hours) == (24, pytest.approx(24 * 24 / 100 / 3600))  # no longer than max_new_tokens
+    texts, decoded = 2, 1 + 2 * 2 * 3  # of the target, sampled; alone, and two drafters under two rules in three ways
+    found = answers_to_decode(study)
+    assert found.num == 2 * (texts + decoded)
+    assert found.hours == pytest.approx(2 * 12 * (texts / 100 + decoded / 10) / 3600)
+    assert [cost.num_steps for cost in cell_costs(study)] == [3] * 4
+    assert count_prompts(["benchmarks"]) == [512, 500, 30, 164, 257, 256, 80]
+    assert count_prompts(["aime25", "pocket"], 40) == [30, 40, 40, 40]
+
+
+def test_targets_that_differ_only_in_training_share_their_texts_and_features(tmp_path):
+    recipe = load_study("pocket-budgets")
+    study = Study(recipe, tmp_path)
+    assert {study.data_folder(target) for target in recipe.targets} == {tmp_path / "data" / "steps-500"}
+    assert [job.name for job in study.data_jobs()] == ["prompts for steps-500", "data for steps-500"]
+    assert {study.cache_folder(cell) for cell in recipe.cells} == {tmp_path / "features" / "steps-500-3-layers"}
+    assert responses_to_sample(study).num == 6000
+    other = load_study("pocket-responses")
+    assert len({Study(other, tmp_path).data_folder(target) for target in other.targets}) == 3
+    changed = load_study("pocket-budgets", ["targets.steps-1000.set=[target.dtype=bfloat16]"])
+    assert len({Study(changed, tmp_path).data_folder(target) for target in changed.targets}) == 2
+
+
+def test_budgets_compare_the_papers_schedule_with_two_slower_ones_and_ce():
+    schedules = {}
+    for cell in load_study("pocket-budgets").cells:
+        found = cell.recipe.resolved()
+        assert cell.target == f"steps-{found.optimizer.max_steps}"
+        schedule = found.annealing and (found.annealing.ratio, found.annealing.initial, found.annealing.final)
+        schedules.setdefault(cell.objective, []).append((found.optimizer.max_steps, schedule))
+    steps = (500, 1000, 2000, 4000)
+    assert schedules == {
+        "ce": [(each, None) for each in steps],
+        "bv-paper": [(each, (0.5, 0.0, 1.0)) for each in steps],
+        "bv-whole-run": [(each, (1.0, 0.0, 1.0)) for each in steps],
+        "bv-whole-run-half": [(each, (1.0, 0.0, 0.5)) for each in steps],
+    }
+
+
+def test_a_target_of_ones_own_is_set_by_name(tmp_path):
+    folder = tmp_path / "mine"
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (tmp_path / "s.yaml").write_text(
+        "name: mine\n"
+        "targets:\n"
+        "  mine: {recipe: qwen3-4b, prompts: pocket, num_prompts: 64, set: [target.name=./mine, target.shape=null]}\n"
+        "drafters: [dflash]\n"
+        "objectives: {ce: {recipe: ce}, bv: {recipe: bv}}\n"
+        "set: [drafter.num_layers=1, optimizer.max_steps=5]\n"
+        "hardware: {devices: 1, tflops: 0.1, efficiency: 0.4, tokens_per_text: 50}\n"
+    )
+    text = plan("s.yaml", cwd=tmp_path)
+    assert "2 cells" in text
+    assert "on 1 device each, at 40% of 0.1 TFLOP/s" in text
+    assert "blockdraft data regenerate --target ./mine " in text
+    assert "blockdraft train qwen3-4b-dflash-bv " in text
+    assert "target.name=./mine target.shape=null" in text
+    assert "blockdraft evaluate --target ./mine " in text
+
+
+def test_regeneration_takes_the_papers_lengths_unless_told_otherwise(tmp_path):
+    tiny_model(max_position_embeddings=4096).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "turns": ["w7 w8"]}\n')
+    words = ("--target", "target", "--prompts", "prompts.jsonl", "--out", "data", "--device", "cpu")
+    ended = blockdraft("data", "regenerate", *words, cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    settings = json.loads((tmp_path / "data" / "manifest.json").read_text())["identity"]
+    assert (settings["max_new_tokens"], settings["max_length"]) == (2048, 3072)
