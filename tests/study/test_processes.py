@@ -10,8 +10,7 @@ import time
 import pytest
 
 from blockdraft.study import Study, StudyError, jobs_at_once, load_study
-from blockdraft.study.processes import leftovers_ended, start
-from blockdraft.study.run import Job
+from blockdraft.study.processes import Job, leftovers_ended, start
 
 from commands import blockdraft
 from tiny_study import TINY

@@ -7,7 +7,8 @@ import pytest
 
 from blockdraft.reports import read_evaluations, tables, write_report
 from blockdraft.study import load_study
-from blockdraft.study.summary import Count, Spread, mean_over_seeds, summarize
+from blockdraft.study.seeds import Spread, mean_over_seeds
+from blockdraft.study.summary import Count, summarize
 
 from synthetic import paired, results, traces, write
 

@@ -12,7 +12,7 @@ from blockdraft.data import DataError
 from blockdraft.recipes import RecipeError
 from blockdraft.study import Study, StudyError, load_study, shipped_studies
 from blockdraft.study import run as run_module
-from blockdraft.study.run import Job
+from blockdraft.study.processes import Job
 
 from commands import blockdraft
 from tiny_study import TINY

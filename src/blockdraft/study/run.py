@@ -9,13 +9,11 @@ out/report/                        tables over seeds, and the report of every ev
 """
 
 import os
-import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -30,7 +28,7 @@ from blockdraft.recipes import Recipe
 from blockdraft.recipes.loading import read_yaml_file
 from blockdraft.runs import Run
 from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyObjective, StudyRecipe, StudyTarget
-from blockdraft.study.processes import leftovers_ended, start
+from blockdraft.study.processes import Job, leftovers_ended, start
 from blockdraft.study.summary import StudySummary, summarize
 
 COMPARED = ("objective", "annealing", "batch", "optimizer", "seed")
@@ -38,59 +36,6 @@ COMPARED = ("objective", "annealing", "batch", "optimizer", "seed")
 
 FREE = ("runtime", "batch.gradient_accumulation_steps")
 """Sections and fields that say how a run computes, and not what: they may change while a study goes on."""
-
-
-def jobs_at_once(num_processes: int, *, num_gpus: int, num_cores: int, device: str | None = None) -> int:
-    """Return how many cells a machine trains side by side, if each takes so many processes with a device each.
-
-    Processes run on CPUs if the study needs one for each cell and there is no GPU, or if ``device`` says so.
-    """
-    if num_processes == 1:
-        return num_gpus or num_cores
-    if device == "cpu":
-        return max(1, num_cores // num_processes)
-    if num_gpus < num_processes:
-        raise StudyError(
-            f"each cell is trained by {num_processes} processes with a GPU each (hardware.devices), and "
-            f"{num_gpus or 'no'} {'GPU' if num_gpus == 1 else 'GPUs'} can be used here; set "
-            f"hardware.devices={num_gpus or 1}. A step stays the same: `train` raises "
-            "batch.gradient_accumulation_steps until it fits into a GPU, or you set it yourself"
-        )
-    return num_gpus // num_processes
-
-
-@dataclass(frozen=True)
-class Job:
-    """Holds a command of a study.
-
-    name: what it makes.
-    arguments: of ``blockdraft``.
-    needs: names of the jobs that must end before it starts.
-    num_processes: how many processes run it together, under torchrun if there are several.
-    """
-
-    name: str
-    arguments: list[str]
-    needs: frozenset[str] = frozenset()
-    num_processes: int = 1
-
-    @property
-    def command(self) -> list[str]:
-        """Give the command line, for this Python."""
-        module = ["-m", "blockdraft", *self.arguments]
-        if self.num_processes > 1:
-            module = ["-m", "torch.distributed.run", *self._torchrun_options, *module]
-        return [sys.executable, *module]
-
-    @property
-    def _torchrun_options(self) -> list[str]:
-        # standalone: a free port, so that several can run on one machine
-        return ["--standalone", "--nproc-per-node", str(self.num_processes)]
-
-    def __str__(self) -> str:
-        if self.num_processes == 1:
-            return shlex.join(["blockdraft", *self.arguments])
-        return shlex.join(["torchrun", *self._torchrun_options, "-m", "blockdraft", *self.arguments])
 
 
 class Study:
