@@ -12,6 +12,7 @@ drafters/shipped/NAME/README.md           the model card, made from all of these
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -245,7 +246,8 @@ def label_of(recipe: Recipe) -> str:
     ``BV w/o annealing``, ``BV (beta to 0.5)``, ``CE (eta 4)``.
 
     A drafter that began as another one says how that was trained, if the other one's folder tells: ``D-PACE, then
-    BV (beta from 0.5)``. Otherwise it is ``BV (beta from 0.5), post-trained``.
+    BV (beta from 0.5)``; what was only trained further in the same way says it once. Otherwise it is
+    ``BV (beta from 0.5), post-trained``.
     """
     stages, passed = [_objective_label(recipe)], {"required"}
     while (initial := recipe.drafter.initial) not in ("scratch", "target"):
@@ -259,7 +261,7 @@ def label_of(recipe: Recipe) -> str:
             break
         stages.insert(0, _objective_label(before))
         recipe = before
-    return ", then ".join(stages)
+    return ", then ".join(stage for stage, _ in itertools.groupby(stages))
 
 
 def _recipe_in(initial: str) -> "Recipe | ShippedDrafter | None":
