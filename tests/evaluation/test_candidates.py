@@ -94,8 +94,10 @@ def test_a_label_says_what_a_drafter_that_was_trained_further_began_from(tmp_pat
 def test_a_shipped_drafter_is_called_what_its_record_says():
     records = {record.name: record for record in shipped_drafters()}
     assert records["pocket-dflash-dpace-bv"].label == "D-PACE, then BV (beta from 0.5)"
+    assert records["pocket-dspark-bv"].label == "BV (beta over 100%), then BV (beta from 0.5)"
+    assert records["pocket-dspark-ce"].label == "CE"
     others = [each for each in records.values() if each.recipe.drafter.initial in ("scratch", "target")]
-    assert len(others) == len(records) - 1
+    assert len(others) == len(records) - 3
     assert [each.label for each in others] == [label_of(each.recipe) for each in others]
     target = load_target("pocket")
     (found,) = load_candidates(["pocket-dflash-dpace-bv"], target)

@@ -53,26 +53,22 @@ def _block_mask(_visible: Any, _b: Any, _h: Any, num_queries: int, num_keys: int
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
 ) -> Tensor:
-    """Stands in for attention over whole texts, or from one token of each of many to what its slot holds."""
-    assert query.dtype == key.dtype == value.dtype
-    assert is_causal == (attn_mask is None)
-    if attn_mask is not None:
-        assert attn_mask.device == query.device
-        assert attn_mask.shape == (query.shape[0], 1, 1, key.shape[2])
-        assert query.shape[1] == key.shape[1]  # keys are not repeated
-    return torch.empty_like(query).zero_()
+    """Stands in for attention over whole texts, behind a cache, or from one token of each of many texts to its slot.
 
-
-def _sdpa_in_decoding(
-    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
-) -> Tensor:
-    """Stands in for attention behind a cache; a mask has the queries' precision, and the sizes that kernels want."""
+    Behind a cache a mask has the queries' precision, and the sizes that kernels want.
+    """
     assert query.dtype == key.dtype == value.dtype
     assert query.device == key.device == value.device
     assert is_causal or query.shape[1] == key.shape[1]  # keys are not repeated
     if attn_mask is not None:
-        assert attn_mask.dtype == query.dtype
-        assert attn_mask.shape == (query.shape[2], key.shape[2])
+        assert not is_causal
+        assert attn_mask.device == query.device
+        if attn_mask.dim() == 2:
+            assert attn_mask.dtype == query.dtype
+            assert attn_mask.shape == (query.shape[2], key.shape[2])
+        else:
+            assert attn_mask.dtype == torch.bool
+            assert attn_mask.shape == (query.shape[0], 1, 1, key.shape[2])
     return torch.empty_like(query).zero_()
 
 
@@ -136,7 +132,6 @@ def put_in_place() -> None:
     drafter_attention._flex = lambda _compiled: _flex
     drafter_attention._make_mask = lambda _compiled: _block_mask
     target_attention.scaled_dot_product_attention = _sdpa
-    decoder.scaled_dot_product_attention = _sdpa_in_decoding
     decoder.rms_norm = _norm_in_decoding
     decoder._is_supported = lambda model: model.config.model_type in decoder.FAMILIES
     target_module.weights_key = drafter_module.weights_key = lambda _module: 0
