@@ -75,6 +75,7 @@ def test_a_label_says_what_a_drafter_that_was_trained_further_began_from(tmp_pat
     assert label("runs/dpace/best", further) == "D-PACE, then BV (beta from 0.5)"
     assert label("pocket-dflash-ce") == "CE, then BV"
     assert label("pocket-dflash-ce", "objective.name=ce") == "CE"
+    assert label("pocket-dflash-dpace-bv", further) == "D-PACE, then BV (beta from 0.5)"
     assert label("pocket-dflash-dpace-bv", "objective.name=ce") == "D-PACE, then BV (beta from 0.5), then CE"
     save_drafter(trainer.drafter, tmp_path / "somebodys")
     for unknown in ("./somebodys", "./gone", "z-lab/Qwen3-4B-DFlash-b16"):

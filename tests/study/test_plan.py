@@ -56,6 +56,9 @@ def test_slurm_has_a_line_for_each_cell(tmp_path):
     first, second = plan("pocket-short", "--slurm", "seeds=[42]", "drafters=[dflash]", cwd=tmp_path).splitlines()[:2]
     assert first.startswith("features0=$(sbatch --parsable --job-name=pocket-dflash-ce-seed42 ")
     assert " --dependency=afterok:$features0 " in second
+    on_cpus = plan("pocket-short", "--slurm", "--device", "cpu", cwd=tmp_path)
+    assert "sbatch" in on_cpus
+    assert "--gpus-per-node" not in on_cpus
     ended = blockdraft("study", "paper", "--slurm", cwd=tmp_path)
     assert ended.code == 2
     assert "--plan" in ended.err

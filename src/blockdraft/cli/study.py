@@ -166,10 +166,11 @@ def _show_slurm(study: "Study") -> None:
     builders = list(dict.fromkeys(name for job in jobs for name in job.needs))
     for job in jobs:
         after = [f"--dependency=afterok:$features{builders.index(name)}" for name in job.needs]
-        options = [f"--job-name={job.name}", f"--gpus-per-node={job.num_processes}", *after]
+        gpus = [] if study.device == "cpu" else [f"--gpus-per-node={job.num_processes}"]
+        options = [f"--job-name={job.name}", *gpus, *after]
         line = " ".join(["sbatch", *options, "--wrap", shlex.quote(str(job))])
         if job.name in builders:
             line = f"features{builders.index(job.name)}=$({line.replace('sbatch', 'sbatch --parsable', 1)})"
         print(line)
     for job in study.data_jobs():
-        print(f"{job.name} must be there before: {job}", file=sys.stderr)
+        print(f"first make the {job.name}: {job}", file=sys.stderr)

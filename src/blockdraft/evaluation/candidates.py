@@ -131,6 +131,9 @@ def shipped_record(folder: str | Path) -> ShippedDrafter | None:
     return ShippedDrafter.read(folder) if (Path(folder) / RECORD).is_file() else None
 
 
+THEN = ", then "
+"""Stands between the stages of a label: see `label_of`."""
+
 PAPER_SCHEDULE = AnnealingSection(ratio=0.5, initial=0.0, final=1.0)
 """beta from 0 to 1 over the first half of training: with this schedule, and only with it, BV is called BV."""
 
@@ -257,11 +260,11 @@ def label_of(recipe: Recipe) -> str:
             stages[0] += ", post-trained"
             break
         if isinstance(before, ShippedDrafter):
-            stages.insert(0, before.label)
+            stages[:0] = before.label.split(THEN)
             break
         stages.insert(0, _objective_label(before))
         recipe = before
-    return ", then ".join(stage for stage, _ in itertools.groupby(stages))
+    return THEN.join(stage for stage, _ in itertools.groupby(stages))
 
 
 def _recipe_in(initial: str) -> "Recipe | ShippedDrafter | None":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import get_args
 
-from blockdraft.evaluation.candidates import TITLES
+from blockdraft.evaluation.candidates import THEN, TITLES
 from blockdraft.evaluation.results import Average, Cell, Interval, Quantity, TemperatureChoice
 from blockdraft.reports.comparison import GROUPS, Comparison, Entry, Gain, Retention, Spent, slug
 from blockdraft.reports.table import (
@@ -345,7 +345,7 @@ def _ablation(comparison: Comparison) -> list[Entry]:
 
 
 def _is_unannealed(entry: Entry) -> bool:
-    return entry.is_bv and UNANNEALED in entry.about.label
+    return entry.is_bv and UNANNEALED in entry.about.label.split(THEN)[-1]
 
 
 def _elsewhere(comparison: Comparison) -> set[tuple[str, str]]:

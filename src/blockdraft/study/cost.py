@@ -55,9 +55,9 @@ def responses_to_sample(study: Study) -> Answers:
     A response is taken to be as long as a text, or as the study allows: more than it will be.
     """
     assumed, num, tokens = study.recipe.hardware, 0, 0.0
-    for folder in {study.data_folder(name): name for name in reversed(study.recipe.targets)}.values():
-        target = study.recipe.targets[folder]
-        if not _has_data(study, folder):
+    for name in {study.data_folder(each): each for each in reversed(study.recipe.targets)}.values():
+        target = study.recipe.targets[name]
+        if not _has_data(study, name):
             num += target.num_prompts * target.num_responses
             length = min(assumed.tokens_per_text, target.max_new_tokens)
             tokens += target.num_prompts * target.num_responses * length

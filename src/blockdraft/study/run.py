@@ -34,6 +34,9 @@ from blockdraft.study.summary import StudySummary, summarize
 COMPARED = ("objective", "annealing", "batch", "optimizer", "seed")
 """Parts of a recipe that a finished run must share with its cell; what depends on data and target is left out."""
 
+SECONDS_TO_SAVE = "600"
+"""How long torchrun waits for processes that were told to stop; by default 30 seconds, too few for large models."""
+
 FREE = ("runtime", "batch.gradient_accumulation_steps")
 """Sections and fields that say how a run computes, and not what: they may change while a study goes on."""
 
@@ -61,7 +64,8 @@ class Study:
         on_progress: OnProgress | None = None,
     ) -> None:
         self.recipe, self.out, self.num_jobs = recipe, Path(out), num_jobs
-        self.gpus, self._device_options = list(gpus), [] if device is None else ["--device", device]
+        self.gpus, self.device = list(gpus), device
+        self._device_options = [] if device is None else ["--device", device]
         self.on_progress = on_progress or (lambda _stage, _done, _of, _tokens: None)
         self._lock: int | None = None  # that children hold until they end
 
@@ -267,8 +271,8 @@ class Study:
             may_differ = {"seeds": now.seeds, "objectives": now.objectives, "baseline": now.baseline}
             if not kept or before.model_copy(update=may_differ | {"hardware": now.hardware}) != now:
                 raise StudyError(
-                    f"{self.out} holds another study; you may add seeds and objectives and change the baseline, the "
-                    f"hardware and fields of {' and '.join(FREE)}, nothing else. Choose another --out"
+                    f"{self.out} holds another study; you may add seeds and objectives, and change the baseline, the "
+                    f"hardware and {' and '.join(FREE)}, but nothing else. Choose another --out"
                 )
         with atomic_write(file) as unfinished:
             text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
@@ -349,7 +353,7 @@ class Study:
     def _environment(self, job: Job, num_at_once: int, gpus: Sequence[str]) -> dict[str, str]:
         """Return the environment of a job: its share of the cores, unless the user has decided that, and its GPUs."""
         threads = max(1, (os.cpu_count() or 1) // (num_at_once * job.num_processes))
-        found = {"OMP_NUM_THREADS": str(threads)} | os.environ
+        found = {"OMP_NUM_THREADS": str(threads), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SECONDS_TO_SAVE} | os.environ
         return found | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else found
 
     def _log(self, name: str) -> Path:

@@ -139,10 +139,13 @@ def _check(decoder: Decoder, model: PreTrainedModel, probe: Tensor) -> None:
             return  # damaged weights are found when they are used
         name, found = ("the last hidden state", decoder.norm(output)) if i == last else (f"layer {i}", output)
         compare(name, found, streams[i + 1], tolerance)
-    if last > 0:  # a single layer's output would be normalised
-        cache.rollback(0)
-        features = [decoder.forward(part, cache, [0])[1] for part in probe.split(parts)]
-        compare("a feature", torch.cat([each for each in features if each is not None]), streams[1], tolerance)
+    cache.rollback(0)
+    passes = [decoder.forward(part, cache, [0]) for part in probe.split(parts)]
+    if last > 0:
+        features = [feature for _, feature in passes if feature is not None]
+        compare("a feature", torch.cat(features), streams[1], tolerance)
+    else:  # the output of a single layer is normalised
+        compare("the last hidden state", torch.cat([hidden for hidden, _ in passes]), streams[1], tolerance)
 
 
 def _run_layers(decoder: Decoder, streams: Sequence[Tensor], cache: KVCache) -> list[Tensor]:
