@@ -74,7 +74,7 @@ def test_annealing_needs_a_drafter_without(tmp_path):
 
 
 def labelled(made, **labels):
-    """The same evaluation, with other labels for some drafters, given by name with _ for -."""
+    """Return the same evaluation with other labels for some drafters, given by name with _ for -."""
     new = {name.replace("_", "-"): label for name, label in labels.items()}
     drafters = [each.model_copy(update={"label": new.get(each.name, each.label)}) for each in made.drafters]
     return made.model_copy(update={"drafters": drafters})

@@ -29,7 +29,7 @@ from blockdraft.reports.table import (
 from blockdraft.verification import RULES, Rule
 
 ABLATION = {"CE": "Baseline (CE)", "BV": "BV with annealing"}
-"""What the paper's table of annealing calls two of its rows; other variants of BV keep their labels."""
+"""Names two rows as the paper's table of annealing does; other variants of BV keep their labels."""
 
 UNANNEALED = "w/o annealing"
 COUNTED = "τ counts tokens per verification call, correction or bonus token included."
