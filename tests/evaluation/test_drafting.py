@@ -99,6 +99,9 @@ def test_dynamics_of_a_run_that_kept_its_epochs(tmp_path):
     dynamics = training_dynamics("run", found.run, target, num_texts=9, blocks_per_text=3, seed=1)
     again = training_dynamics("run", found.run, target, num_texts=9, blocks_per_text=3, seed=1)
     assert dynamics == again
+    other = training_dynamics("run", found.run, target, num_texts=9, blocks_per_text=3, seed=2)
+    accuracies, others = ([point.accuracy for point in each.points] for each in (dynamics, other))
+    assert accuracies == others, "the contexts are the same, whatever the seed"
     assert [point.epoch for point in dynamics.points] == [1.0, 2.0]
     assert (dynamics.num_texts, dynamics.num_blocks) == (9, 27)
     assert all(0 <= point.accuracy <= 1 and 0 <= point.draft_length <= B for point in dynamics.points)

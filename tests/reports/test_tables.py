@@ -109,6 +109,15 @@ def test_bv_without_annealing_is_left_to_the_table_of_annealing_only_if_that_sho
     assert "BV w/o annealing" in {row.labels[2] for row in found["full-pocket"].rows}
 
 
+def test_bv_without_annealing_has_a_column_for_one_target_though_another_target_shows_it_elsewhere(tmp_path):
+    alone = synthetic.results("Other", drafters=(("dflash", "BV w/o annealing"),))
+    folders = [synthetic.write(tmp_path / each.target, each) for each in (synthetic.results(), alone)]
+    found = {table.name: table for table in tables(read_evaluations(folders))}["token-verification"]
+    column = [column.heads[1] for column in found.columns].index("BV w/o annealing")
+    shown = {target: values[column] for (target, kind), values in rows(found).items() if kind == "DFlash"}
+    assert shown == {"pocket": "–", "Other": "3.32"}
+
+
 def test_captions_of_the_papers_tables_say_which_checkpoint_was_evaluated(found, tmp_path):
     papers = ("main", "token-verification", "annealing", "full-pocket", "full-qwen-3")
     assert all("Evaluated checkpoints: the final ones. " in found[name].caption for name in papers)

@@ -51,8 +51,8 @@ def test_slurm_has_a_line_for_each_cell(tmp_path):
     for line in lines:
         words = shlex.split(line)
         assert words[0] == "sbatch"
-        assert words[2:4] == ["--gpus-per-node=8", "--wrap"]
-        assert words[4].startswith("torchrun --standalone --nproc-per-node 8 -m blockdraft train qwen3-")
+        assert words[2:5] == ["--gpus-per-node=8", "--cpus-per-task=32", "--wrap"]
+        assert words[5].startswith("torchrun --standalone --nproc-per-node 8 -m blockdraft train qwen3-")
     first, second = plan("pocket-short", "--slurm", "seeds=[42]", "drafters=[dflash]", cwd=tmp_path).splitlines()[:2]
     assert first.startswith("features0=$(sbatch --parsable --job-name=pocket-dflash-ce-seed42 ")
     assert " --dependency=afterok:$features0 " in second
@@ -86,6 +86,9 @@ def test_targets_that_differ_only_in_training_share_their_texts_and_features(tmp
     assert [job.name for job in study.data_jobs()] == ["prompts for steps-500", "data for steps-500"]
     assert {study.cache_folder(cell) for cell in recipe.cells} == {tmp_path / "features" / "steps-500-3-layers"}
     assert responses_to_sample(study).num == 6000
+    given = load_study("pocket-budgets", [f"targets.{target}.data=texts" for target in recipe.targets])
+    assert {Study(given, tmp_path).cache_folder(cell).name for cell in given.cells} == {"steps-500-3-layers"}
+    assert Study(given, tmp_path).data_jobs() == []
     other = load_study("pocket-responses")
     assert len({Study(other, tmp_path).data_folder(target) for target in other.targets}) == 3
     changed = load_study("pocket-budgets", ["targets.steps-1000.set=[target.dtype=bfloat16]"])

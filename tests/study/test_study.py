@@ -19,8 +19,8 @@ from tiny_study import TINY
 
 
 def test_every_shipped_study_is_valid_and_the_papers_has_its_28_cells():
-    names = "paper pocket pocket-ablations pocket-anchors pocket-budgets pocket-responses pocket-short smollm2"
-    assert shipped_studies() == names.split()
+    of_pocket = ["ablations", "anchors", "budgets", "objectives", "responses", "short"]
+    assert shipped_studies() == ["paper", "pocket", *(f"pocket-{each}" for each in of_pocket), "smollm2"]
     for name in shipped_studies():
         assert load_study(name).cells
     paper = load_study("paper")
@@ -49,7 +49,12 @@ def test_mistakes_are_said_before_anything_runs(tmp_path):
     with pytest.raises(RecipeError, match="did you mean 'final'"):
         load_study(file)
     file.write_text(TINY.replace("seeds: [1]", "sed: [1]"))
-    with pytest.raises(StudyError, match="sed"):
+    with pytest.raises(StudyError, match=r"s\.yaml: unknown field 'sed', did you mean 'seeds'\?"):
+        load_study(file)
+    with pytest.raises(StudyError, match=r"unknown field 'targets\.pocket\.recpe', did you mean 'recipe'\?"):
+        load_study("pocket-short", ["targets.pocket.recpe=pocket"])
+    file.write_text("name: s\ntargets: {pocket: {recipe: pocket}}\n")
+    with pytest.raises(StudyError, match=r"s\.yaml: objectives is missing"):
         load_study(file)
 
 

@@ -12,6 +12,9 @@ from blockdraft.cli.options import Device, Dtype
 if TYPE_CHECKING:
     from blockdraft.study import Study
 
+CORES_OF_A_PROCESS = 4
+"""What a Slurm job asks for, for each of its processes: one computes, others read batches ahead and save."""
+
 
 def study(
     recipe: Annotated[
@@ -167,7 +170,8 @@ def _show_slurm(study: "Study") -> None:
     for job in jobs:
         after = [f"--dependency=afterok:$features{builders.index(name)}" for name in job.needs]
         gpus = [] if study.device == "cpu" else [f"--gpus-per-node={job.num_processes}"]
-        options = [f"--job-name={job.name}", *gpus, *after]
+        cores = f"--cpus-per-task={CORES_OF_A_PROCESS * job.num_processes}"
+        options = [f"--job-name={job.name}", *gpus, cores, *after]
         line = " ".join(["sbatch", *options, "--wrap", shlex.quote(str(job))])
         if job.name in builders:
             line = f"features{builders.index(job.name)}=$({line.replace('sbatch', 'sbatch --parsable', 1)})"

@@ -37,6 +37,9 @@ STREAM = "evaluate"
 DYNAMICS = 5
 """This number tells the random stream from those of the data."""
 
+CONTEXTS_SEED = 0
+"""The paper's seed for the contexts of the training dynamics; whatever the seed of training, they are the same."""
+
 TokenNumbers = dict[str, float]
 TAIL = 8
 """The number of tokens before a piece of text that decide how it is decoded."""
@@ -219,9 +222,9 @@ def measure_checkpoint(
 def training_dynamics(
     name: str, run: Run, target: Target, *, num_texts: int, blocks_per_text: int, seed: int
 ) -> Dynamics:
-    """Measure every epoch's checkpoint of one run."""
+    """Measure every epoch's checkpoint of one run; the seed is that of drafts and verdicts."""
     training, _heldout = run.splits(target)
-    chosen = fixed_blocks(training, num_texts, blocks_per_text, run.recipe.drafter.num_proposals, seed)
+    chosen = fixed_blocks(training, num_texts, blocks_per_text, run.recipe.drafter.num_proposals, CONTEXTS_SEED)
     points = []
     for step, folder in run.epoch_checkpoints().items():
         drafter = load_drafter(folder, target).to(target.device, target.dtype).eval()

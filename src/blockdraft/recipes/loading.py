@@ -5,7 +5,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -34,7 +34,7 @@ def parse(values: dict[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(f"{where}: " + "; ".join(_explain(each) for each in error.errors())) from error
+        raise RecipeError(f"{where}: " + "; ".join(explain(each, Recipe) for each in error.errors())) from error
 
 
 def override(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
@@ -171,24 +171,30 @@ def _stems(part: str) -> list[str]:
     return sorted(path.stem for path in (SHIPPED_RECIPES / part).glob("*.yaml"))
 
 
-def _explain(error: Any) -> str:
-    """Say one mistake in words."""
+def explain(error: Any, root: type[BaseModel]) -> str:
+    """Say in words what pydantic found wrong with a file that describes a ``root``."""
     path = [str(part) for part in error["loc"]]
     name = ".".join(path) or "the recipe"
     if error["type"] == "extra_forbidden":
-        known = list(_section(path[:-1]).model_fields)
+        known = list(_section(path[:-1], root).model_fields)
         near = difflib.get_close_matches(path[-1], known, n=1)
         return f"unknown field {name!r}" + (f", did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})")
+    if error["type"] == "missing":
+        return f"{name} is missing"
     message = str(error["msg"]).removeprefix("Value error, ")
     return f"{name}: {message[:1].lower()}{message[1:]}, got {error['input']!r}" if path else message
 
 
-def _section(path: list[str]) -> type[BaseModel]:
-    section: type[BaseModel] = Recipe
-    for key in path:
-        found = _section_class(section.model_fields[key].annotation)
+def _section(path: list[str], root: type[BaseModel]) -> type[BaseModel]:
+    """Return the section at a path; in a mapping of sections, the key that follows its name is the user's own."""
+    section, keys = root, iter(path)
+    for key in keys:
+        annotation = section.model_fields[key].annotation
+        found = _section_class(annotation)
         assert found is not None
         section = found
+        if get_origin(annotation) is dict:
+            next(keys)
     return section
 
 

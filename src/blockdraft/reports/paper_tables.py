@@ -183,7 +183,10 @@ def token_verification_table(comparison: Comparison) -> Table:
     columns = tuple(Column((heading, label), f"{slug(label, '_')}_tau", interval=True) for label in labels)
     rows = []
     for target, kind in _drafters(comparison):
-        averages = [_average(comparison.find(target, kind, label), "token", "paper") for label in labels]
+        averages = [
+            None if (target, label) in elsewhere else _average(comparison.find(target, kind, label), "token", "paper")
+            for label in labels
+        ]
         rows.append(TableRow((target, kind), tuple(TAU.value(average) for average in averages)))
     caption = (
         f"The drafters of the main table. Means over the tasks. {comparison.evaluated()} {COUNTED} Bold is the best of "

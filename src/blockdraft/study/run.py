@@ -76,16 +76,15 @@ class Study:
 
         Targets that differ in nothing that decides their texts share those of the first.
         """
-        return self.recipe.targets[target].data or self.out / "data" / self._writers[target]
+        return self.recipe.targets[target].data or self.out / "data" / self._first_with_texts[target]
 
     @cached_property
-    def _writers(self) -> dict[str, str]:
-        """For each target whose texts the study makes, the first one with the same."""
+    def _first_with_texts(self) -> dict[str, str]:
+        """For each target, the first one with the same model and texts."""
         first, found = dict[str, str](), dict[str, str]()
         for name, target in self.recipe.targets.items():
-            if target.data is None:
-                deciding = target.model_dump_json(exclude={"set", "recipe"})
-                found[name] = first.setdefault(f"{self._model(name)} {deciding}", name)
+            texts = str(target.data or target.model_dump_json(exclude={"set", "recipe"}))
+            found[name] = first.setdefault(f"{self._model(name)} {texts}", name)
         return found
 
     def run_folder(self, cell: StudyCell) -> Path:
@@ -99,8 +98,10 @@ class Study:
     def data_jobs(self) -> list[Job]:
         """Return the commands that choose prompts and let the targets answer them."""
         jobs = []
-        for name in dict.fromkeys(self._writers.values()):
+        for name in dict.fromkeys(self._first_with_texts.values()):
             target = self.recipe.targets[name]
+            if target.data is not None:
+                continue
             prompts = self.out / "data" / f"{name}.prompts.jsonl"
             if not prompts.exists():
                 chosen = ["--num", str(target.num_prompts), "--out", str(prompts)]
@@ -123,7 +124,7 @@ class Study:
         if recipe.data.cache != PLACEHOLDER:
             assert recipe.data.cache is not None
             return recipe.data.cache
-        parts = [self._writers.get(cell.target, cell.target), f"{drafter.num_features or 'default'}-layers"]
+        parts = [self._first_with_texts[cell.target], f"{drafter.num_features or 'default'}-layers"]
         parts += [recipe.target.dtype] if recipe.target.dtype else []
         parts += [f"normalizer-{recipe.make_objective().temperature:g}"] if drafter.vocab_size is not None else []
         return self.out / "features" / "-".join(parts)
