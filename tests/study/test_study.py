@@ -124,16 +124,20 @@ def test_seeds_are_trained_evaluated_and_reported_one_after_the_other(tmp_path, 
 def test_an_evaluation_waits_for_its_cells_and_cells_for_their_features(tmp_path):
     (tmp_path / "s.yaml").write_text(TINY)
     cached = load_study(tmp_path / "s.yaml", ["seeds=[1,2]"])
-    needs = {job.name: job.needs for job in Study(cached, tmp_path / "out").jobs_left()}
-    first = "pocket-dflash-ce-seed1"
-    assert needs == {
-        first: set(), "pocket-dflash-bv-seed1": {first},
-        "evaluation of pocket, seed 1": {first, "pocket-dflash-bv-seed1"},
-        "pocket-dflash-ce-seed2": {first}, "pocket-dflash-bv-seed2": {first},
-        "evaluation of pocket, seed 2": {"pocket-dflash-ce-seed2", "pocket-dflash-bv-seed2"},
+    jobs = Study(cached, tmp_path / "out").jobs_left()
+    first, *others = (
+        "pocket-dflash-ce-seed1",
+        "pocket-dflash-bv-seed1",
+        "pocket-dflash-ce-seed2",
+        "pocket-dflash-bv-seed2",
+    )
+    assert {job.name: job.features_of for job in jobs if job.features_of} == {name: {first} for name in others}
+    needs = {job.name: job.needs for job in jobs}
+    assert {name: found for name, found in needs.items() if found} == {
+        "evaluation of pocket, seed 1": {first, others[0]}, "evaluation of pocket, seed 2": set(others[1:]),
     }  # fmt: skip
     online = load_study(tmp_path / "s.yaml", ["seeds=[1,2]", "set=[data.features=online]"])
-    at_once = [job.name for job in Study(online, tmp_path / "out").jobs_left() if not job.needs]
+    at_once = [job.name for job in Study(online, tmp_path / "out").jobs_left() if not job.needs | job.features_of]
     assert at_once == [name for name in needs if not name.startswith("evaluation")]
 
 
@@ -141,7 +145,7 @@ def test_nobody_waits_for_features_that_a_trained_cell_has_read(tmp_path, monkey
     (tmp_path / "s.yaml").write_text(TINY)
     study = Study(load_study(tmp_path / "s.yaml", ["seeds=[1,2]"]), tmp_path / "out")
     monkeypatch.setattr(Study, "is_trained", lambda _self, cell: cell.name == "pocket-dflash-ce-seed1")
-    assert [job.name for job in study.jobs_left() if not job.needs] == [
+    assert [job.name for job in study.jobs_left() if not job.needs | job.features_of] == [
         "pocket-dflash-bv-seed1", "pocket-dflash-ce-seed2", "pocket-dflash-bv-seed2"
     ]  # fmt: skip
 
@@ -152,9 +156,22 @@ def test_a_shared_cache_is_built_by_a_cell_that_needs_its_normalizers(tmp_path):
     recipe = load_study(tmp_path / "s.yaml", ["objectives.ce.set=[data.cache=shared]", reduced])
     study = Study(recipe, tmp_path / "out")
     assert {str(study.cache_folder(cell)) for cell in recipe.cells} == {"shared"}
-    needs = {job.name: job.needs for job in study.jobs_left()}
-    assert needs["pocket-dflash-ce-seed1"] == {"pocket-dflash-bv-seed1"}
-    assert needs["pocket-dflash-bv-seed1"] == set()
+    builders = {job.name: job.features_of for job in study.jobs_left()}
+    assert builders["pocket-dflash-ce-seed1"] == {"pocket-dflash-bv-seed1"}
+    assert builders["pocket-dflash-bv-seed1"] == set()
+
+
+def test_a_cell_starts_beside_the_one_that_builds_its_features_once_they_are_built(tmp_path, monkeypatch):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml"), tmp_path)
+    monkeypatch.setattr(Job, "command", property(lambda job: ["sh", "-c", *job.arguments]))
+    begins = "sleep 0.5; mkdir -p runs/builder; touch runs/builder/run.json"
+    waits = "until [ -e reader ]; do sleep 0.05; done"  # so it ends only if the reader starts before its end
+    reads = "[ -e runs/builder/run.json ] && touch reader"
+    builder = Job("builder", [f"cd {tmp_path}; {begins}; {waits}"])
+    reader = Job("reader", [f"cd {tmp_path}; {reads}"], features_of=frozenset({"builder"}))
+    study._run([builder, reader], 2)
+    assert (tmp_path / "reader").exists()
 
 
 def test_seeds_that_end_out_of_order_are_reported_as_they_are_complete(tmp_path, monkeypatch):

@@ -165,10 +165,10 @@ def _show_slurm(study: "Study") -> None:
     import shlex
 
     cells = {cell.name for cell in study.recipe.cells}
-    jobs = sorted((job for job in study.jobs_left() if job.name in cells), key=lambda job: len(job.needs))
-    builders = list(dict.fromkeys(name for job in jobs for name in job.needs))
+    jobs = sorted((job for job in study.jobs_left() if job.name in cells), key=lambda job: len(job.features_of))
+    builders = list(dict.fromkeys(name for job in jobs for name in job.features_of))
     for job in jobs:
-        after = [f"--dependency=afterok:$features{builders.index(name)}" for name in job.needs]
+        after = [f"--dependency=afterok:$features{builders.index(name)}" for name in job.features_of]
         gpus = [] if study.device == "cpu" else [f"--gpus-per-node={job.num_processes}"]
         cores = f"--cpus-per-task={CORES_OF_A_PROCESS * job.num_processes}"
         options = [f"--job-name={job.name}", *gpus, cores, *after]

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -233,8 +233,8 @@ class Study:
         for seed in self.recipe.seeds:
             cells = [cell for cell in untrained if cell.seed == seed]
             for cell in cells:
-                needs = frozenset(builders.get(self.cache_folder(cell), set[str]()) - {cell.name})
-                jobs.append(replace(self.training_job(cell), needs=needs))
+                builder = frozenset(builders.get(self.cache_folder(cell), set[str]()) - {cell.name})
+                jobs.append(replace(self.training_job(cell), features_of=builder))
             for target in self.recipe.targets:
                 needs = frozenset(cell.name for cell in cells if cell.target == target)
                 if needs or not self.is_evaluated(target, seed):
@@ -320,7 +320,7 @@ class Study:
         try:
             while (waiting or running) and not failed:
                 unfinished = {job.name for job in waiting} | set(running)
-                for job in [each for each in waiting if not each.needs & unfinished]:
+                for job in [each for each in waiting if self._may_start(each, unfinished)]:
                     if len(running) < num_at_once:
                         waiting.remove(job)
                         taken = [gpu for name in running for gpu in places[name]]
@@ -350,6 +350,11 @@ class Study:
             # torchrun has its own last words, after those of the processes
             said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
             raise StudyError(f"{failed[0]} failed: {said.removeprefix('error: ')} (all of it: {self._log(failed[0])})")
+
+    def _may_start(self, job: Job, unfinished: Set[str]) -> bool:
+        """Return whether what a job needs is there; a run that has its run.json has all of its features."""
+        lacking = [name for name in job.features_of & unfinished if not Run.is_run(self.out / "runs" / name)]
+        return not lacking and not job.needs & unfinished
 
     def _environment(self, job: Job, num_at_once: int, gpus: Sequence[str]) -> dict[str, str]:
         """Return the environment of a job: its share of the cores, unless the user has decided that, and its GPUs."""
