@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from blockdraft.targets import BatchedKVCache, Span
+from blockdraft.targets import BatchedKVCache, Span, attention, cache
 
 from tiny import FAMILIES, tiny_target
 
@@ -14,8 +14,17 @@ def alone(target, text):
     return target.forward(torch.tensor([text])).hidden[0, -1]
 
 
+@pytest.fixture(params=[False, True], ids=["fused", "products"])
+def by_products(request, monkeypatch):
+    """Attend in both ways, whatever the processor prefers."""
+    for module in (attention, cache):
+        monkeypatch.setattr(module, "multiplies_whole_rows", lambda _x: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("by_products")
 def test_hidden_states_are_those_of_each_text_alone_while_texts_come_and_go(family, own):
     """Through the package's own forward pass, and through transformers."""
     target = tiny_target(family)
@@ -44,6 +53,7 @@ def test_hidden_states_are_those_of_each_text_alone_while_texts_come_and_go(fami
         assert slots.lengths == [len(text) for text in texts]
 
 
+@pytest.mark.usefixtures("by_products")
 def test_storage_that_was_never_written_does_not_matter(monkeypatch):
     """Memory comes with whatever was in it: here, with NaN."""
     target = tiny_target()
@@ -62,7 +72,7 @@ def test_storage_that_was_never_written_does_not_matter(monkeypatch):
     torch.testing.assert_close(hidden[0], expected)
 
 
-def test_storage_grows_with_the_texts_and_not_with_the_capacity():
+def test_storage_grows_with_the_texts_and_not_with_the_capacity(by_products):
     target = tiny_target()
     slots = BatchedKVCache(target, 3, 10**7)
     slots.add([[5, 6, 7], list(range(3, 30))])
@@ -70,7 +80,36 @@ def test_storage_grows_with_the_texts_and_not_with_the_capacity():
     for token in tokens:
         hidden = slots.step([token, token])
     torch.testing.assert_close(hidden[0], alone(target, [5, 6, 7, *tokens]))
-    assert 227 <= slots._layers[0].keys.shape[2] <= 2 * 227
+    room = slots._layers[0].keys.shape[2]
+    assert room == 256 if by_products else 227 <= room <= 2 * 227
+
+
+@pytest.mark.parametrize("length", [1, 30, 64])
+def test_attention_by_products_is_the_fused_one_up_to_the_rounding_of_bfloat16(monkeypatch, length):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(5, heads, 64, 16).bfloat16() for heads in (6, 2, 2))
+    query = query[:, :, :1]
+    seen = (torch.arange(64) < torch.randint(1, length + 1, (5, 1)))[:, None, None]
+    expected = attention.SlotAttention(seen)(query.double(), key.double(), value.double(), 0.3)
+    calls = []
+    products = attention._by_products
+    monkeypatch.setattr(attention, "_by_products", lambda *given: calls.append(1) or products(*given))
+    monkeypatch.setattr(attention, "multiplies_whole_rows", lambda _x: True)
+    found = attention.SlotAttention(seen)(query, key, value, 0.3)
+    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
+    assert calls == [1]
+
+
+def test_slices_with_gaps_are_attended_without_products(monkeypatch):
+    monkeypatch.setattr(attention, "multiplies_whole_rows", lambda _x: True)
+    monkeypatch.setattr(attention, "_by_products", None)
+    key, value = torch.randn(2, 3, 2, 9, 4)[:, :, :, :7]
+    seen = torch.ones(3, 1, 1, 7, dtype=torch.bool)
+    query = torch.randn(3, 4, 1, 4)
+    found = attention.SlotAttention(seen)(query, key, value, None)
+    grouped = query.view(3, 2, 2, 4)
+    expected = (grouped @ key.mT / 2).softmax(-1) @ value
+    torch.testing.assert_close(found, expected.view(3, 1, 4, 4))
 
 
 def test_more_texts_or_tokens_than_there_is_room_for_are_refused():

@@ -46,8 +46,29 @@ class SlotAttention(TargetAttention):
             return _causal(query, key, value, scale)
         num, heads, _one, width = query.shape
         grouped = query.view(num, key.shape[1], heads // key.shape[1], width)
-        out = scaled_dot_product_attention(grouped, key, value, attn_mask=self.seen, scale=scale)
+        if multiplies_whole_rows(key) and key.is_contiguous() and value.is_contiguous():
+            out = _by_products(grouped, key, value, self.seen, scale)
+        else:
+            out = scaled_dot_product_attention(grouped, key, value, attn_mask=self.seen, scale=scale)
         return out.reshape(num, 1, heads, width)
+
+
+def multiplies_whole_rows(x: Tensor) -> bool:
+    """Return whether one token per text attends fastest by two batched products over all of the storage.
+
+    In bfloat16 on a CPU that has such arithmetic this takes less than half of the time of PyTorch's fused attention,
+    but only over tensors without gaps: slices would be copied.
+    """
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _by_products(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None) -> Tensor:
+    """Attend from query ``[N, kv_heads, G, d]`` to ``seen`` positions, with the softmax in float32 or finer."""
+    products = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT).view(*query.shape[:3], -1)
+    scores = products.to(torch.promote_types(query.dtype, torch.float32))
+    scores = scores.mul_(query.shape[3] ** -0.5 if scale is None else scale).masked_fill_(~seen, -torch.inf)
+    probs = scores.softmax(-1).to(value.dtype)
+    return torch.bmm(probs.flatten(0, 1), value.flatten(0, 1)).view_as(query)
 
 
 @dataclass(frozen=True)

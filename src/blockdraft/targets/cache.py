@@ -1,5 +1,6 @@
 """Keep keys and values: of one text, with rollback by length, and of many texts side by side, one slot each."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -7,13 +8,21 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from blockdraft.targets.attention import DevicePositions, HostPositions, Positions, SlotAttention, Store, attending
+from blockdraft.targets.attention import (
+    DevicePositions,
+    HostPositions,
+    Positions,
+    SlotAttention,
+    Store,
+    attending,
+    multiplies_whole_rows,
+)
 
 if TYPE_CHECKING:
     from blockdraft.targets.target import Target
 
 ROOM_AHEAD = 64
-"""Tokens by which the storage of `BatchedKVCache` grows beyond what is needed."""
+"""Tokens by which the storage of `BatchedKVCache` grows beyond what is needed, or of which it holds a multiple."""
 
 
 class KVCache(Cache):
@@ -148,6 +157,7 @@ class BatchedKVCache:
         self._seen: Tensor | None = None
         self._places: tuple[Tensor, Tensor] | None = None
         self._decoder = target.make_decoder() if target.device.type == "cpu" else None
+        self._whole_rows = multiplies_whole_rows(target.head)
 
     def __len__(self) -> int:
         """Return how many texts it holds."""
@@ -182,7 +192,7 @@ class BatchedKVCache:
         device = self.target.device
         new, lengths = _sent(torch.tensor([tokens, self.lengths]), device)
         self._first = 0
-        self._seen = (torch.arange(longest, device=device) <= lengths[:, None])[:, None, None]
+        self._seen = (torch.arange(self._span(longest), device=device) <= lengths[:, None])[:, None, None]
         self._places = torch.arange(len(self), device=device), lengths  # the same for every layer, sent once
         if self._decoder is not None:
             hidden = self._decoder.step(new, lengths, [layer.attend for layer in self._layers])
@@ -190,6 +200,18 @@ class BatchedKVCache:
             hidden = self._forward(new[:, None], lengths[:, None])[:, 0]
         self.lengths = [length + 1 for length in self.lengths]
         return hidden
+
+    def _span(self, longest: int) -> int:
+        """Return how many positions a step reads: the longest text's, or all that are stored if that is faster."""
+        room = self._layers[0].room
+        if self._whole_rows and longest > room // 2:
+            return max(room, self.room_for(longest, room))
+        return longest
+
+    def room_for(self, length: int, room: int) -> int:
+        """Return how many positions to store for texts of this length, where there is ``room`` already."""
+        wanted = ROOM_AHEAD * math.ceil(length / ROOM_AHEAD) if self._whole_rows else max(2 * room, length + ROOM_AHEAD)
+        return min(self.capacity, wanted)
 
     @torch.inference_mode()
     def remove(self, slot: int) -> None:
@@ -217,6 +239,11 @@ class _BatchedLayer(CacheLayerMixin):
     def __init__(self, slots: BatchedKVCache) -> None:
         super().__init__()
         self.slots = slots
+
+    @property
+    def room(self) -> int:
+        """Give how many positions of each text it can hold as it is."""
+        return 0 if self.keys is None else self.keys.shape[2]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = (
@@ -251,8 +278,8 @@ class _BatchedLayer(CacheLayerMixin):
         """Make room for texts of this length, zeros at first: what is masked must still be a number."""
         assert self.keys is not None
         assert self.values is not None
-        if length > self.keys.shape[2]:
-            room = min(self.slots.capacity, max(2 * self.keys.shape[2], length + ROOM_AHEAD))
+        if length > self.room:
+            room = self.slots.room_for(length, self.room)
             self.keys, self.values = _widened(self.keys, room), _widened(self.values, room)
 
     def move(self, source: int, to: int, length: int) -> None:
