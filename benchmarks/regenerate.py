@@ -3,7 +3,7 @@
     make bench                          # everything, to stdout and results/regenerate.json
     python benchmarks/regenerate.py     # this one alone
 
-One process, float32, temperature 1 over the whole vocabulary, lengths as they come (an end token, or the budget).
+One process, float32 unless told otherwise, temperature 1 over the whole vocabulary, lengths as they come (an end token, or the budget).
 transformers takes the prompts in batches and waits for the longest response of each; tokens after an end token
 do not count.
 """
@@ -73,11 +73,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=192)
     parser.add_argument("--targets", nargs="+", default=["pocket", "smollm2"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=THREADS)
     options = parser.parse_args()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(options.threads)
     results = {}
     for name in options.targets:
-        target = load_target(name)
+        target = load_target(name, dtype=getattr(torch, options.dtype))
         found = prompts(target, options.prompts)
         speeds: dict[str, list[float]] = {"blockdraft": [], "transformers": []}
         for number in range(options.rounds):
@@ -92,7 +94,8 @@ def main() -> None:
         for name, r in results.items()
     ]
     print(table(["target", "tokens/s", "transformers", "ratio"], rows))
-    path = save("regenerate", {"batch_size": options.batch_size, "num_prompts": options.prompts, "results": results})
+    settings = {"batch_size": options.batch_size, "num_prompts": options.prompts, "dtype": options.dtype}
+    path = save("regenerate", settings | {"threads": options.threads, "results": results})
     print(f"\nwritten to {path.relative_to(path.parents[2])}")
 
 
