@@ -129,6 +129,17 @@ def test_without_traces(tmp_path):
     assert 'id="x-controls"' not in text
 
 
+def test_what_stood_in_the_way_of_training_dynamics_is_said_below_the_figures(tmp_path):
+    made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV"), ("dspark", "BV")))
+    obstacles = {"dflash-ce": "its data is <gone>", "dflash-bv": "its data is <gone>", "dspark-bv": "no epochs"}
+    found = read_evaluations([synthetic.write(tmp_path, made.model_copy(update={"dynamics_obstacles": obstacles}))])
+    figures = re.search(r'<section id="figures">(.*?)</section>', page(found, tables(found), []), re.DOTALL).group(1)
+    assert re.findall(r'<p class="note">(.*?)</p>', figures) == [
+        "Training dynamics, pocket, were not measured for DFlash CE, DFlash BV: its data is &lt;gone&gt;.",
+        "Training dynamics, pocket, were not measured for DSpark BV: no epochs.",
+    ]
+
+
 def test_differences_are_noted(tmp_path):
     first = synthetic.results(drafters=(("dflash", "CE"),), with_dynamics=False)
     second = synthetic.results(drafters=(("dflash", "BV"),), with_dynamics=False)

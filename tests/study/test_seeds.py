@@ -106,6 +106,12 @@ def test_a_seed_whose_best_temperature_is_the_papers_counts_with_that(seeds):
     assert value(joined, "paper") == pytest.approx((value(seeds[42], "paper") + value(seeds[43], "paper")) / 2)
 
 
+def test_what_stands_in_the_way_of_one_seed_is_said_with_it(seeds):
+    reason = {"dflash-bv": "its data is gone"}
+    joined = mean_over_seeds({42: seeds[42], 43: seeds[43].model_copy(update={"dynamics_obstacles": reason})})
+    assert joined.dynamics_obstacles == {"dflash-bv": "its data is gone (seed 43)"}
+
+
 def test_dynamics_are_means_of_the_checkpoints_that_all_seeds_have(seeds):
     shorter = seeds[43].dynamics[0].model_copy(update={"points": seeds[43].dynamics[0].points[:-1]})
     joined = mean_over_seeds({42: seeds[42], 43: seeds[43].model_copy(update={"dynamics": [shorter]})})

@@ -5,10 +5,11 @@ out/texts/KIND/NNN         the target's own responses, greedy and sampled, in da
 out/predictions/*.json     expected rounds on them, by drafter (its fingerprint) and data folder
 out/proposals.json         how many tokens each drafter proposes, if that is chosen for speed
 out/records/*.jsonl        one line per prompt and way of decoding
+out/dynamics/*.json        what was measured of the checkpoint of an epoch, by drafter and step
 out/results.json, out/profile.json, out/traces.json
 
-Every stage resumes where it stopped. Data folders and prompts are shared out over the processes; the first process
-puts the results together.
+Every stage resumes where it stopped. Data folders, prompts and checkpoints are shared out over the processes; the
+first process puts the results together.
 """
 
 import datetime
@@ -36,9 +37,9 @@ from blockdraft.data import (
 from blockdraft.data.manifest import MANIFEST
 from blockdraft.decoding import best_num_proposals, measure_costs
 from blockdraft.distributed import Distributed
-from blockdraft.errors import BlockdraftError
 from blockdraft.evaluation.candidates import Candidate
-from blockdraft.evaluation.drafting import converse, trace_answer, training_dynamics
+from blockdraft.evaluation.drafting import converse, trace_answer
+from blockdraft.evaluation.dynamics import training_dynamics
 from blockdraft.evaluation.metrics import Assembly, DecodedPrompt, GenerationRecord, RecordFiles, about_drafter, profile
 from blockdraft.evaluation.prediction import PredictionFile, Predictions, PredictionSettings, Predictor
 from blockdraft.evaluation.protocol import PLAN, DecodingSetup, EvaluationPlan, ProposalFile, Protocol, TextKind
@@ -121,6 +122,7 @@ class Evaluation:
         setups = self._setups({n: {r: best_temperature(p, r) for r in rules} for n, p in points.items()})
         self._decode(setups)
         self.distributed.barrier()
+        dynamics, obstacles = self._dynamics()
         records = {(line.prompt, line.key): line.turns for line in self.records.read()}
         found = Assembly(self.tasks, self.candidates, self.protocol).assemble(setups, records, predictions)
         results = Results(
@@ -131,7 +133,7 @@ class Evaluation:
                 about_drafter(each, predictions[each.name], self.tasks, self.protocol) for each in self.candidates
             ],
             cells=found.cells, averages=found.averages, comparisons=found.comparisons,
-            dynamics=self._dynamics() if self.distributed.is_main else [],
+            dynamics=dynamics, dynamics_obstacles=obstacles,
         )  # fmt: skip
         if self.distributed.is_main:
             write_model(self._traces(), self.out / "traces.json")
@@ -337,24 +339,15 @@ class Evaluation:
 
     # Diagnostics
 
-    def _dynamics(self) -> list[Dynamics]:
-        """Measure every run that kept its epochs and whose data is there; report what stands in the way of any."""
-        found = []
-        for candidate in self.candidates:
-            run = candidate.run
-            if not self.protocol.dynamics_texts or run is None or not run.recipe.logging.keep_epoch_checkpoints:
-                continue
-            self.on_progress(f"dynamics, {candidate.name}", 0, 1, 0)
-            try:
-                measured = training_dynamics(
-                    candidate.name, run, self.target, num_texts=self.protocol.dynamics_texts,
-                    blocks_per_text=self.protocol.dynamics_blocks, seed=self.protocol.seed,
-                )  # fmt: skip
-                found.append(measured)
-            except BlockdraftError as error:
-                print(f"no training dynamics of {candidate.name}: {error}", file=sys.stderr)
-            self.on_progress(f"dynamics, {candidate.name}", 1, 1, 0)
-        return found
+    def _dynamics(self) -> tuple[list[Dynamics], dict[str, str]]:
+        """Measure the epochs of every run; return, and report, what stands in the way of any."""
+        found, obstacles = training_dynamics(
+            self.candidates, self.target, self.protocol, self.out / "dynamics", self.distributed,
+            lambda done, of: self.on_progress("training dynamics", done, of, 0),
+        )  # fmt: skip
+        for name, reason in obstacles.items() if self.distributed.is_main else ():
+            print(f"no training dynamics of {name}: {reason}", file=sys.stderr)
+        return found, obstacles
 
     def _traces(self) -> Traces:
         """Trace a few prompts of each task with every drafter, under the rules that sample."""

@@ -211,6 +211,7 @@ class Results(Strict):
     settings: temperature, max_new_tokens, seed, num_bootstrap and whatever else was asked for.
     provenance: versions, machine, threads, processes, GPU, start and end.
     comparisons: every drafter with the baseline of its kind: the first one trained with CE, else the first one.
+    dynamics_obstacles: by drafter, why its training dynamics were not measured although they were asked for.
     """
 
     format: Literal["blockdraft.evaluation/1"] = "blockdraft.evaluation/1"
@@ -223,6 +224,7 @@ class Results(Strict):
     cells: list[Cell]
     averages: list[Average]
     dynamics: list[Dynamics]
+    dynamics_obstacles: dict[str, str] = {}
     comparisons: list[PairedRatio] = []
 
     def ratio(

@@ -240,6 +240,19 @@ def dynamics_figure(comparison: Comparison, target: str, look: Look) -> Drawing 
     return Drawing(f"dynamics-{comparison.file_name(target)}", title, caption, figure)
 
 
+def missing_dynamics(comparison: Comparison) -> list[str]:
+    """Say, in a sentence for each reason, which drafters have no training dynamics although they were asked for."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for entry in comparison.entries:
+        reason = entry.evaluation.results.dynamics_obstacles.get(entry.about.name)
+        if reason is not None:
+            found.setdefault((entry.target, reason), []).append(entry.title)
+    return [
+        f"Training dynamics, {target}, were not measured for {', '.join(titles)}: {reason.rstrip('.')}."
+        for (target, reason), titles in found.items()
+    ]
+
+
 def _measured(comparison: Comparison, target: str) -> tuple[list[Rule], list[Entry]]:
     """Return the rules and drafters that have cells at the paper's draft temperature."""
     entries = [e for e in comparison.of(target) if any(e.cells(rule, "paper") for rule in RULES)]

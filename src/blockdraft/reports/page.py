@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from blockdraft.evaluation.results import AnswerTrace, Average, Interval, Quantity, TracedRound, TracedToken
 from blockdraft.files import atomic_write
 from blockdraft.reports.comparison import GROUPS, TOO_FEW, Comparison, Entry, Gain, LoadedEvaluation, read_evaluations
-from blockdraft.reports.figures import figures
+from blockdraft.reports.figures import figures, missing_dynamics
 from blockdraft.reports.paper_tables import tables
 from blockdraft.reports.style import Drawing, Look, css, styles
 from blockdraft.reports.table import Column, Table, TableRow, plain
@@ -164,6 +164,7 @@ def page(
             tables=tables,
             study=study,
             drawings=drawings,
+            missing=missing_dynamics(comparison),
             settings=(_tasks(comparison), _drafters(comparison)),
             evaluations=comparison.evaluations,
             traces=explorer(comparison, styles(comparison)),

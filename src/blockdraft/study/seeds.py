@@ -94,6 +94,11 @@ def mean_over_seeds(results: Mapping[int, Results]) -> Results:
                 )
             ],
             "dynamics": [_dynamics(each) for each in _aligned([r.dynamics for r in found], lambda d: d.drafter)],
+            "dynamics_obstacles": {
+                name: f"{reason} (seed {seed})"
+                for seed, each in reversed(list(results.items()))
+                for name, reason in each.dynamics_obstacles.items()
+            },
         }
     )
 
