@@ -13,6 +13,7 @@ from blockdraft.reports.style import INKS, styles
 import synthetic
 
 EXPECTED = {
+    "figure-3": ["Kept up to i", "Kept i, given i-1", "position i in the block", "CE", "BV"],
     "retention-pocket-dflash": [
         "Sums",
         "Talk & 100% chat",
@@ -78,8 +79,45 @@ def test_retention_is_drawn_task_by_task_and_pooled_last(evaluations):
         assert panels[4 + number].lines[0].get_ydata() == pytest.approx(cell.conditional, abs=1e-6)  # stored in 32 bits
     pooled = entry.retention("block")
     assert panels[3].lines[0].get_ydata() == pytest.approx(pooled.kept, abs=1e-12)
-    assert "Tasks: Sums, Functions, Talk & 100% chat, and all their rounds pooled." in drawing.caption
+    assert "The last panels pool the rounds of all tasks." in drawing.caption
+    assert "Decoded prompts: 40 of Sums, 30 of Functions, 20 of Talk & 100% chat." in drawing.caption
+    assert drawing.caption.endswith("Evaluated checkpoints: the final ones.")
     assert drawing.caption.startswith("T=1 (block verification). ")
+
+
+def test_figure_3_is_ce_and_bv_on_gsm8k_or_the_first_task(evaluations, tmp_path):
+    drawing = drawn(evaluations, "figure-3")
+    entries = {e.title: e for e in read_evaluations(evaluations).entries if e.target == "pocket"}
+    left, right = drawing.figure.axes
+    for number, title in enumerate(("DFlash CE", "DFlash BV")):
+        cell = entries[title].cell("block", "paper", "sums")
+        assert left.lines[number].get_ydata() == pytest.approx(cell.retention, abs=1e-12)
+        assert right.lines[number].get_ydata() == pytest.approx(cell.conditional, abs=1e-6)
+    assert len(left.lines) == len(right.lines) == 2
+    assert drawing.title == "Retention by position, pocket, DFlash, Sums"
+    assert "on 40 prompts of Sums, T=1 (block verification)." in drawing.caption
+    assert drawing.caption.endswith("Evaluated checkpoints: the final ones.")
+    made = synthetic.results()
+    named = {"name": "gsm8k", "title": "GSM8K", "num_decoded": 12}
+    renamed = {
+        "tasks": [synthetic.TASKS[0], synthetic.TASKS[1].model_copy(update=named), synthetic.TASKS[2]],
+        "cells": [c.model_copy(update={"task": "gsm8k"}) if c.task == "functions" else c for c in made.cells],
+    }
+    drawing = drawn([synthetic.write(tmp_path, made.model_copy(update=renamed))], "figure-3")
+    assert "on 12 prompts of GSM8K" in drawing.caption
+
+
+@pytest.mark.parametrize(
+    ("drafters", "rules"),
+    [
+        ((("dflash", "CE"), ("dspark", "BV")), ("block",)),
+        ((("dflash", "CE"), ("dflash", "KL")), ("block",)),
+        ((("dflash", "CE"), ("dflash", "BV")), ("greedy", "token")),
+    ],
+)
+def test_figure_3_needs_ce_and_bv_of_one_kind_under_block_verification(tmp_path, drafters, rules):
+    folder = synthetic.write(tmp_path, synthetic.results(drafters=drafters, rules=rules))
+    assert "figure-3" not in [drawing.name for drawing in figures(read_evaluations([folder]))]
 
 
 @pytest.mark.slow
@@ -98,7 +136,8 @@ def test_retention_of_seven_tasks_and_of_one(tmp_path):
         titles = [title for panel in drawing.figure.axes if (title := panel.get_title(loc="left"))]
         assert titles == [f"Task {i}" for i in range(number)] + ["All tasks pooled"] * (number > 1)
         ElementTree.fromstring(drawing.svg())
-    assert "The only task is Task 0." in drawing.caption
+    assert "pool" not in drawing.caption
+    assert "Decoded prompts: 40 of Task 0." in drawing.caption
 
 
 def test_retention_is_pooled_over_rounds(evaluations):
@@ -173,7 +212,7 @@ def test_a_long_legend_stays_within_the_figure_and_takes_nothing_from_the_panels
 
 
 def test_a_drawing_for_a_page_depends_on_nothing(evaluations):
-    drawing = next(iter(figures(read_evaluations(evaluations))))
+    drawing = drawn(evaluations, "retention-pocket-dflash")
     inline = drawing.inline()
     assert "http" not in inline
     assert "<style" not in inline

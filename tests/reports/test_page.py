@@ -100,7 +100,7 @@ def test_tables_figures_and_settings_are_there(text):
         "<h4>Evaluation</h4>",
     ):
         assert part in text
-    assert text.count("<figure ") == 10
+    assert text.count("<figure ") == 11
     assert "prefers-color-scheme" in text
 
 

@@ -118,9 +118,10 @@ def test_bv_without_annealing_has_a_column_for_one_target_though_another_target_
     assert shown == {"pocket": "–", "Other": "3.32"}
 
 
-def test_captions_of_the_papers_tables_say_which_checkpoint_was_evaluated(found, tmp_path):
+def test_captions_say_which_checkpoint_was_evaluated(found, tmp_path):
     papers = ("main", "token-verification", "annealing", "full-pocket", "full-qwen-3")
-    assert all("Evaluated checkpoints: the final ones. " in found[name].caption for name in papers)
+    others = ("gains", "best-temperature", "one-hot", "retention-pocket", "retention-qwen-3", "lengths")
+    assert all("Evaluated checkpoints: the final ones. " in found[name].caption for name in (*papers, *others))
     made = synthetic.results()
 
     def captions(*which):
@@ -210,6 +211,7 @@ def test_what_people_read_says_argmax_drafts_and_not_one_hot(found):
 
 def test_retention_by_task_and_pooled(found):
     table = found["retention-pocket"]
+    assert "Decoded prompts: 40 of Sums, 30 of Functions, 20 of Talk & 100% chat." in table.caption
     assert list(dict.fromkeys(row.labels[0] for row in table.rows)) == [
         "Sums", "Functions", "Talk & 100% chat", "All tasks pooled",
     ]  # fmt: skip

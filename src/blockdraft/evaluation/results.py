@@ -70,6 +70,11 @@ class TaskAbout(Strict):
     num_left_out: int = 0
     num_decoded: int | None = None
 
+    @property
+    def decoded_prompts(self) -> int:
+        """Give the number of prompts that were decoded."""
+        return self.num_prompts if self.num_decoded is None else self.num_decoded
+
 
 class TemperaturePoint(Strict):
     """Holds the acceptance length predicted at one draft temperature, by rule, as the mean over the tasks."""

@@ -303,12 +303,13 @@ class Comparison:
         numbers = sorted({len(e.results.settings.get("seeds", ())) for e in self.evaluations})
         return " or ".join(f"Student's t over {num} seeds" if num else "bootstrap over prompts" for num in numbers)
 
-    def evaluated(self, target: str | None = None) -> str:
-        """Say which checkpoints of their runs the drafters are: a sentence for captions."""
+    def evaluated(self, entries: Sequence[Entry] | None = None) -> str:
+        """Say which checkpoints of their runs drafters are, these or all: a sentence for captions."""
+        entries = self.entries if entries is None else entries
         found: dict[CheckpointName | None, list[str]] = {}
-        for entry in (e for e in self.entries if target in (None, e.target)):
-            name = entry.title if target or len(self.targets) == 1 else f"{entry.target} {entry.title}"
-            found.setdefault(entry.about.checkpoint, []).append(name)
+        for entry in entries:
+            target = "" if all(e.target == entry.target for e in entries) else f"{entry.target} "
+            found.setdefault(entry.about.checkpoint, []).append(f"{target}{entry.title}")
         if len(found) == 1:
             return f"Evaluated checkpoints: {CHECKPOINTS[next(iter(found))]}."
         listed = "; ".join(f"{CHECKPOINTS[which]} ({', '.join(names)})" for which, names in found.items())
@@ -351,10 +352,8 @@ def read_evaluations(folders: Sequence[str | Path]) -> Comparison:
     paths = list({Path(folder).resolve(): Path(folder) for folder in folders}.values())
     if not paths:
         raise EvaluationError("a report needs the folder of at least one evaluation")
-    loaded = [
-        LoadedEvaluation(n, p, read_results(p), read_traces(p)) for n, p in zip(_names(paths), paths, strict=True)
-    ]
-    comparison = Comparison(tuple(loaded))
+    named = zip(_names(paths), paths, strict=True)
+    comparison = Comparison(tuple(LoadedEvaluation(n, p, read_results(p), read_traces(p)) for n, p in named))
     if not comparison.entries:
         raise EvaluationError(f"{', '.join(map(str, paths))}: no drafter was evaluated")
     return comparison

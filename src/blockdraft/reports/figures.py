@@ -2,21 +2,22 @@
 
 from collections.abc import Iterator
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from blockdraft.reports.comparison import Comparison, Entry, Spent
+from blockdraft.reports.retention import figure_3, retention_figure
 from blockdraft.reports.style import INKS, Drawing, Look, drawing, kinds, legend, panels, plot_line, styles
 from blockdraft.verification import RULES, Rule
-
-MIN_ROUNDS = 10
-"""A conditional rate that rests on fewer rounds says nothing, and is not drawn."""
 
 
 def figures(comparison: Comparison) -> Iterator[Drawing]:
     """Draw those that have something to show, one after the other."""
     look = styles(comparison)
+    with drawing():
+        third = figure_3(comparison, look)
+    if third is not None:
+        yield third
     for target in comparison.targets:
         for kind in comparison.kinds:
             with drawing():
@@ -28,66 +29,6 @@ def figures(comparison: Comparison) -> Iterator[Drawing]:
                 drawn = draw(comparison, target, look)
             if drawn is not None:
                 yield drawn
-
-
-def retention_figure(comparison: Comparison, target: str, kind: str, look: Look) -> Drawing | None:
-    """Draw Pr(accepted >= i), and Pr(accepted >= i | accepted >= i - 1) below it, task by task and pooled.
-
-    The rule is block verification if it was measured. The paper's figure of the same has one task (GSM8K) and DFlash.
-    """
-    rules, entries = _measured(comparison, target)
-    rule = max(rules, key=RULES.index, default=None)
-    entries = [e for e in entries if rule and e.kind == kind and e.cells(rule, "paper")]
-    if rule is None or not entries:
-        return None
-    shown = [(task.title, task.name) for task in comparison.tasks(target)]
-    places: list[tuple[str, str | None]] = [*shown, *([("All tasks pooled", None)] if len(shown) > 1 else [])]
-    num_columns = min(4, max(2, len(places)))
-    num_lines = -(-len(places) // num_columns)
-    figure = Figure(figsize=(0.7 + 2.55 * num_columns, 4.3 * num_lines + 0.35), layout="constrained")
-    grid = figure.subplots(2 * num_lines, num_columns, squeeze=False, sharex=True)
-    lowest = 1.0
-    for number, (title, task) in enumerate(places):
-        above, below = (grid[2 * (number // num_columns) + i][number % num_columns] for i in (0, 1))
-        for entry in entries:
-            found = entry.retention(rule, task)
-            positions = range(1, len(found.kept) + 1)
-            plot_line(above, positions, found.kept, look(entry))
-            rates = [float("nan") if rate is None else rate for rate in found.conditional(MIN_ROUNDS)]
-            plot_line(below, positions, rates, look(entry))
-            lowest = min([lowest, *(rate for rate in rates if rate == rate)])
-        above.set(title=title, ylim=(-0.03, 1.03))
-    _finish_retention(grid.tolist(), len(places), lowest, max(e.about.num_proposals for e in entries))
-    legend(figure, entries, look)
-    named = ", ".join(title for title, _ in shown)
-    pooled = f"Tasks: {named}, and all their rounds pooled." if len(shown) > 1 else f"The only task is {named}."
-    caption = (
-        f"{comparison.setting(rule)}. Top: share of all rounds that kept every token up to position i. Bottom: of the "
-        f"rounds that kept i-1, the share that kept i too, where at least {MIN_ROUNDS} rounds got that far. {pooled}"
-    )
-    name = f"retention-{comparison.file_name(target)}-{kind.lower()}"
-    return Drawing(name, f"How far drafts are kept, {target}, {kind}", caption, figure)
-
-
-def _finish_retention(grid: list[list[Axes]], num_places: int, lowest: float, num_proposals: int) -> None:
-    """Give the panels of a row the same axis, label the outermost ones and take the empty ones away."""
-    num_columns = len(grid[0])
-    for number, row in enumerate(grid):
-        for column, panel in enumerate(row):
-            place = number // 2 * num_columns + column
-            if place >= num_places:
-                panel.remove()
-                continue
-            panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-            panel.set_xlim(0.5, num_proposals + 0.5)
-            panel.set_xticks(range(1, num_proposals + 1, 1 if num_proposals < 9 else 2))
-            panel.tick_params(labelleft=column == 0, labelbottom=False)
-            if number % 2:
-                panel.set_ylim(max(-0.03, lowest - 0.05), 1.02)
-            if number % 2 and place + num_columns >= num_places:
-                panel.set_xlabel("position i in the block")
-                panel.tick_params(labelbottom=True)
-        row[0].set_ylabel("kept up to i" if number % 2 == 0 else "kept i, given i-1")
 
 
 def tasks_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:

@@ -11,7 +11,8 @@ from typing import get_args
 
 from blockdraft.evaluation.candidates import THEN, TITLES
 from blockdraft.evaluation.results import Average, Cell, Interval, Quantity, TemperatureChoice
-from blockdraft.reports.comparison import GROUPS, Comparison, Entry, Gain, Retention, Spent, slug
+from blockdraft.reports.comparison import GROUPS, Comparison, Entry, Gain, Spent, slug
+from blockdraft.reports.retention import retention_table
 from blockdraft.reports.table import (
     MISSING,
     CellValue,
@@ -22,7 +23,6 @@ from blockdraft.reports.table import (
     best_in_rows,
     length,
     plain,
-    share,
     times,
     with_interval,
 )
@@ -147,7 +147,7 @@ def gains_table(comparison: Comparison) -> Table:
     columns = tuple(Column((head,), f"{what}_gain", interval=True) for what, head in COMPARED_HEADS.items())
     caption = (
         f"Gain in the mean over the tasks, with its 95% interval ({comparison.interval_basis}): both drafters are "
-        "compared on the same prompts. Where the interval contains zero, no gain is printed."
+        f"compared on the same prompts. {comparison.evaluated()} Where the interval contains zero, no gain is printed."
     )
     labels = ("Target", "Setting", "Drafter", "Over")
     return Table("gains", "Gains over a baseline", caption, labels, columns, tuple(rows))
@@ -157,7 +157,8 @@ def best_temperature_table(comparison: Comparison) -> Table:
     """Show the main quantities at the draft temperature that suits each drafter best."""
     columns, rows = _losses_by_drafters(comparison, ("block", "token"), "best", (DRAFT_TEMPERATURE, TAU, SPEEDUP))
     caption = (
-        f"Each drafter at the draft temperature where its predicted acceptance length is largest. {COUNTED} {BEST}"
+        "Each drafter at the draft temperature where its predicted acceptance length is largest. "
+        f"{comparison.evaluated()} {COUNTED} {BEST}"
     )
     return Table("best-temperature", "Best draft temperature", caption, ("Target", "Loss"), columns, rows)
 
@@ -167,7 +168,8 @@ def one_hot_table(comparison: Comparison) -> Table:
     columns, rows = _losses_by_drafters(comparison, ("block", "token"), "one-hot", (PREDICTED, TAU, SPEEDUP))
     caption = (
         "The target samples, the drafter proposes its most probable token (draft temperature 0), so each token is kept "
-        f"with the probability that the target gives it. Engines do this by default. {COUNTED} {BEST}"
+        f"with the probability that the target gives it. Engines do this by default. {comparison.evaluated()} "
+        f"{COUNTED} {BEST}"
     )
     return Table("one-hot", "Argmax drafts", caption, ("Target", "Loss"), columns, rows)
 
@@ -238,8 +240,8 @@ def full_table(comparison: Comparison, target: str) -> Table:
             values = [metric.value(m) for m in measured for metric in metrics]
             rows.append(TableRow((comparison.setting(rule), entry.kind, entry.label), tuple(values)))
     caption = (
-        f"{comparison.evaluated(target)} {COUNTED} Avg. is the mean over the tasks. Bold is the best of a column "
-        "within a setting and drafter."
+        f"{comparison.evaluated(comparison.of(target))} {COUNTED} Avg. is the mean over the tasks. Bold is the best of "
+        "a column within a setting and drafter."
     )
     name, title, labels = f"full-{comparison.file_name(target)}", f"All tasks, {target}", ("Setting", "Drafter", "Loss")
     return Table(name, title, caption, labels, tuple(columns), best_in_columns(rows, 2))
@@ -267,30 +269,6 @@ def objectives_table(comparison: Comparison) -> Table:
     return Table("objectives", "Training objectives", caption, ("Drafter loss",), columns, tuple(rows))
 
 
-def retention_table(comparison: Comparison, target: str) -> Table:
-    """Show how often a draft is kept up to every position, task by task, the pooled rounds of all tasks last."""
-    entries = comparison.of(target)
-    rule = max((r for r in RULES if any(e.cells(r, "paper") for e in entries)), key=RULES.index, default=RULES[0])
-    entries = [e for e in entries if e.cells(rule, "paper")]
-    tasks: list[tuple[str, str | None]] = [(task.title, task.name) for task in comparison.tasks(target)]
-    tasks += [("All tasks pooled", None)] if len(tasks) > 1 else []
-    longest = max((e.about.num_proposals for e in entries), default=1)
-    rows = []
-    for title, task in tasks:
-        for entry in entries:
-            found = entry.retention(rule, task)
-            rows.append(TableRow((title, entry.kind, entry.label), _retained(found, longest)))
-    places = tuple(Column(("Kept up to position", str(i)), f"kept_{i}") for i in range(1, longest + 1))
-    columns = (Column(("Rounds",), "rounds"), Column(("Drafts only",), "draft_length"), *places)
-    caption = (
-        f"{comparison.setting(rule)}: the share of rounds that kept every drafted token up to a position. Drafts only: "
-        "the sum of these shares, which is the mean number of drafted tokens kept. Bold is the best of a column within "
-        "a task and drafter."
-    )
-    name, title = f"retention-{comparison.file_name(target)}", f"Retention by position, {target}"
-    return Table(name, title, caption, ("Task", "Drafter", "Loss"), columns, best_in_columns(rows, 2))
-
-
 def lengths_table(comparison: Comparison) -> Table:
     """Show how many tokens a call yields, predicted and measured, at every choice of draft temperature."""
     rows = []
@@ -301,9 +279,9 @@ def lengths_table(comparison: Comparison) -> Table:
                 values = tuple(metric.value(average) for metric in LENGTHS)
                 rows.append(TableRow((target, comparison.setting(rule, choice), entry.kind, entry.label), values))
     caption = (
-        f"Means over the tasks with 95% intervals ({comparison.interval_basis}). Predicted: from the target's own "
-        "texts, without the luck of decoding. Drafts only: without correction and bonus tokens. Whole blocks: rounds "
-        "that kept every proposal."
+        f"Means over the tasks with 95% intervals ({comparison.interval_basis}). {comparison.evaluated()} Predicted: "
+        "from the target's own texts, without the luck of decoding. Drafts only: without correction and bonus tokens. "
+        "Whole blocks: rounds that kept every proposal."
     )
     columns = tuple(metric.column(()) for metric in LENGTHS)
     labels = ("Target", "Setting", "Drafter", "Loss")
@@ -388,14 +366,6 @@ def _gain(ratio: Interval | None) -> CellValue:
         return CellValue(shown, ratio.value - 1)
     low, high = ratio.low - 1, ratio.high - 1
     return CellValue(f"{shown} [{low:+.1%}, {high:+.1%}]", ratio.value - 1, (low, high))
-
-
-def _retained(found: Retention, longest: int) -> tuple[CellValue, ...]:
-    """Show rounds, drafted tokens kept, and the share kept up to each position; en dashes if there was no round."""
-    if not found.num_rounds:
-        return (MISSING,) * (2 + longest)
-    kept = [share(k) for k in found.kept] + [MISSING] * (longest - len(found.kept))
-    return (plain(found.num_rounds, "{:,}"), plain(sum(found.kept), "{:.2f}"), *kept)
 
 
 def _drafters(comparison: Comparison) -> list[tuple[str, str]]:
