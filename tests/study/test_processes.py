@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from blockdraft.evaluation import read_results
 from blockdraft.study import Study, StudyError, jobs_at_once, load_study
 from blockdraft.study.processes import Job, leftovers_ended, start
 
@@ -113,14 +114,24 @@ def test_a_child_of_a_killed_parent_saves_and_stops_and_whoever_is_next_waits_fo
 
 
 @pytest.mark.slow
-def test_two_processes_on_cpus_train_and_evaluate_a_cell(tmp_path, monkeypatch):
+def test_two_processes_on_cpus_train_and_evaluate_a_cell_and_its_epochs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "s.yaml").write_text(TINY)
-    changes = ["objectives={ce: {recipe: ce}}", "set=[optimizer.max_steps=2,drafter.num_layers=1,data.num_heldout=4]"]
+    small = "drafter.num_layers=1,drafter.num_proposals=4,data.num_heldout=4"
+    epochs = "batch.num_texts=10,optimizer.max_steps=4,logging.keep_epoch_checkpoints=true"  # of 20 texts
+    changes = [f"set=[{small},{epochs}]", "evaluation.dynamics_texts=3"]
     ended = blockdraft("study", "s.yaml", *changes, "--devices", "2", "--device", "cpu", "--out", "s")
     assert ended.code == 0, ended.err
     study = Study(load_study("s.yaml", changes), "s")
     assert study.jobs_left() == []
-    found = (tmp_path / "s" / "evaluations" / "pocket-seed1" / "results.json").read_text()
-    assert '"num_processes": 2' in found
+    evaluation = tmp_path / "s" / "evaluations" / "pocket-seed1"
+    found = read_results(evaluation)
+    assert found.provenance["num_processes"] == 2
+    assert found.dynamics_obstacles == {}
+    assert [(each.drafter, [point.epoch for point in each.points]) for each in found.dynamics] == [
+        ("dflash-ce", [1.0, 2.0]), ("dflash-bv", [1.0, 2.0]),
+    ]  # fmt: skip
+    assert len(list((evaluation / "dynamics").iterdir())) == 4
+    for name in ("dynamics-pocket", "figure-3"):
+        assert (tmp_path / "s" / "report" / "figures" / f"{name}.png").is_file()
