@@ -44,8 +44,9 @@ def test_an_evaluation_that_could_not_begin_is_refused_before_training(folder, m
     assert not (folder / "out").exists()
 
 
-def test_benchmarks_that_are_named_twice_are_refused_in_the_plan(folder):
-    planned = blockdraft("study", "s.yaml", "evaluation.tasks=[benchmarks, gsm8k]", "--plan", cwd=folder)
+@pytest.mark.parametrize("options", [["--plan"], ["--plan", "--slurm"]])
+def test_benchmarks_that_are_named_twice_are_refused_in_the_plan(folder, options):
+    planned = blockdraft("study", "s.yaml", "evaluation.tasks=[benchmarks, gsm8k]", *options, cwd=folder)
     assert planned.code == 2
     assert "twice" in planned.err
 

@@ -95,8 +95,10 @@ def study(
     loaded = loaded.model_copy(update={"hardware": hardware})
     folder = out or Path("studies") / loaded.name
     if plan:
+        planned = Study(loaded, folder, device=device)
+        _check_tasks(planned)
         show = _show_slurm if slurm else _show_plan
-        show(Study(loaded, folder, device=device))
+        show(planned)
         return
     if slurm:
         raise StudyError("--slurm prints commands and runs nothing; give it together with --plan")
@@ -122,17 +124,22 @@ def _visible_gpus() -> list[str]:
     return names[:count]
 
 
-def _show_plan(study: "Study") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from blockdraft.study.cost import answers_to_decode, cell_costs, responses_to_sample
+def _check_tasks(study: "Study") -> None:
+    """Refuse tasks that cannot be evaluated; a missing package is only said, as the plan may be for another machine."""
     from blockdraft.study.inputs import check_tasks, lacks_datasets
 
     if study.evaluations_left():
         check_tasks(study.recipe.evaluation, download=False)
         if lacks_datasets(study.recipe.evaluation):
             print("to run it, install what downloads benchmarks: pip install 'blockdraft[datasets]'", file=sys.stderr)
+
+
+def _show_plan(study: "Study") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from blockdraft.study.cost import answers_to_decode, cell_costs, responses_to_sample
+
     left = [*study.data_jobs(), *study.jobs_left()]  # runs of another recipe are refused here
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("cell", "steps", "done", "GiB a device", "hours left"):
