@@ -3,11 +3,12 @@
 import json
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
 from blockdraft.evaluation.tasks import count_prompts
-from blockdraft.study import Study, load_study
+from blockdraft.study import Study, StudyError, load_study
 from blockdraft.study.cost import answers_to_decode, cell_costs, responses_to_sample
 
 from commands import blockdraft
@@ -26,7 +27,9 @@ def test_the_plan_of_the_paper_has_28_cells_with_hours_and_memory_and_a_command_
     rows = re.findall(r"^(qwen3-\S+)-seed42 +18,750 +0 +(\d+\.\d) +(\d+\.\d\d)$", text, re.MULTILINE)
     assert len(rows) == len({name for name, _, _ in rows}) == 28
     assert all(30 < float(memory) < 70 and 4 < float(hours) < 9 for _, memory, hours in rows)
-    said = re.search(r"28 cells, ([\d.]+) hours of training on 8 devices each, at 20% of 989 TFLOP/s", text)
+    said = re.search(
+        r"28 cells, 0 done, ([\d.]+) hours of training left on 8 devices each, at 20% of 989 TFLOP/s", text
+    )
     assert float(said[1]) == pytest.approx(sum(float(hours) for _, _, hours in rows), abs=0.3)
     assert "200,000 responses to sample, 22.2 hours on one device, at an assumed 2,500 tokens/s" in text
     assert "each counts as one text of 1,000 tokens (a text is an assistant turn)" in text
@@ -77,6 +80,60 @@ def test_sampling_and_decoding_are_counted(tmp_path):
     assert [cost.num_steps for cost in cell_costs(study)] == [3] * 4
     assert count_prompts(["benchmarks"]) == [512, 500, 30, 164, 257, 256, 80]
     assert count_prompts(["aime25", "pocket"], 40) == [30, 40, 40, 40]
+
+
+def test_the_plan_of_a_study_under_way_is_about_what_is_left(tmp_path, monkeypatch):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml", ["seeds=[1,2]"]), tmp_path / "out")
+    whole, sampled, decoded = cell_costs(study), responses_to_sample(study), answers_to_decode(study)
+    shards = {"shard-00000.parquet": None}
+    some = SimpleNamespace(complete=False, shards=shards, num_shards=4, identity=SimpleNamespace(num_conversations=24))
+    monkeypatch.setattr(Study, "texts", lambda *_: some)
+    assert responses_to_sample(study).num == 18
+    assert responses_to_sample(study).hours == pytest.approx(sampled.hours * 18 / 24)
+    assert [job.name for job in study.data_jobs()] == ["prompts for pocket", "data for pocket"]
+    totals = SimpleNamespace(texts_and_length=(24, 1000.0))
+    every = SimpleNamespace(complete=True, shards=shards, num_shards=1, identity=some.identity, totals=totals)
+    monkeypatch.setattr(Study, "texts", lambda *_: every)
+    assert responses_to_sample(study).num == 0
+    assert study.data_jobs() == []
+    assert len(study.data_jobs(recheck=True)) == 2
+    steps = {"pocket-dflash-ce-seed1": 3, "pocket-dflash-bv-seed1": 3, "pocket-dflash-ce-seed2": 1}
+    monkeypatch.setattr(
+        Study, "steps_done", lambda _, cell: (steps.get(cell.name, 0), 3 if cell.name in steps else None)
+    )
+    monkeypatch.setattr(Study, "is_trained", lambda _, cell: steps.get(cell.name) == 3)
+    monkeypatch.setattr(Study, "evaluated_drafters", lambda _, _target, seed: {"dflash-ce"} if seed == 1 else set())
+    left = [cost.hours / before.hours for cost, before in zip(cell_costs(study), whole, strict=True)]
+    assert left == pytest.approx([0, 0, 2 / 3, 1])
+    assert answers_to_decode(study).num == decoded.num // 2 + 2 * 3  # seed 1 lacks a drafter: two rules, three ways
+    text = plan("s.yaml", "seeds=[1,2]", cwd=tmp_path)
+    assert "4 cells, 2 done, " in text
+    assert "to sample" not in text
+    verbs = re.findall(r"^  blockdraft (\w+) .*/([\w-]+)$", text, re.MULTILINE)
+    assert verbs == [
+        ("evaluate", "pocket-seed1"), ("train", "pocket-dflash-ce-seed2"), ("train", "pocket-dflash-bv-seed2"),
+        ("evaluate", "pocket-seed2"),
+    ]  # fmt: skip
+    monkeypatch.setattr(Study, "is_trained", lambda *_: True)
+    monkeypatch.setattr(Study, "is_evaluated", lambda *_: True)
+    text = plan("s.yaml", "seeds=[1,2]", cwd=tmp_path)
+    assert "4 cells, 4 done, " in text
+    assert "nothing is left to run" in text
+    assert "answers" not in text
+
+
+def test_the_papers_draft_temperature_alone_is_decoded_if_the_grid_has_no_other(tmp_path):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml", ["evaluation.draft_temperatures=[1]"]), tmp_path / "out")
+    assert answers_to_decode(study).num == 2 + 1 + 2 * 2 * 2  # without a best one: the paper's, and argmax drafts
+    words = study.evaluation_job("pocket", 1).arguments
+    assert words[words.index("--draft-temperatures") + 1] == "1.0"
+    assert (
+        "--draft-temperatures" not in Study(load_study("pocket-short"), tmp_path).evaluation_job("pocket", 42).arguments
+    )
+    with pytest.raises(StudyError, match=r"evaluation\.draft_temperatures"):
+        load_study(tmp_path / "s.yaml", ["evaluation.draft_temperatures=[0]"])
 
 
 def test_targets_that_differ_only_in_training_share_their_texts_and_features(tmp_path):

@@ -33,7 +33,23 @@ def test_every_shipped_study_is_valid_and_the_papers_has_its_28_cells():
             assert (annealing.ratio, annealing.initial, annealing.final) == (0.5, 0.0, 1.0)
         else:
             assert annealing is None
-    assert paper.evaluation.checkpoint == "last"
+        batch, optimizer = cell.recipe.batch, cell.recipe.optimizer
+        assert (batch.num_texts, batch.num_anchors, batch.max_anchors_per_text, batch.anchors) == (
+            32, 16_384, 512, "uniform"
+        )  # fmt: skip
+        assert (optimizer.name, optimizer.learning_rate, optimizer.warmup_ratio) == ("adamw", 6e-4, 0.04)
+        assert (optimizer.weight_decay, optimizer.betas, optimizer.max_grad_norm) == (0.01, (0.9, 0.999), 1.0)
+        assert (optimizer.num_train_epochs, optimizer.max_steps, cell.recipe.seed) == (6, None, 42)
+        drafter = cell.recipe.drafter
+        assert (drafter.num_layers, drafter.num_proposals, drafter.initial) == (5, 15, "scratch")
+        assert cell.recipe.data.num_heldout == 256
+    for target in paper.targets.values():
+        assert (target.prompts, target.num_prompts, target.num_responses) == ("open-perfectblend", 100_000, 1)
+        assert (target.max_new_tokens, target.max_length) == (2048, 3072)
+    evaluation = paper.evaluation
+    assert (evaluation.tasks, evaluation.rules) == (["benchmarks"], ["greedy", "token", "block"])
+    assert (evaluation.num_prompts, evaluation.num_decoded) == (None, None)
+    assert (evaluation.max_new_tokens, evaluation.checkpoint, evaluation.dynamics_texts) == (256, "last", 512)
     matrix = load_study("pocket")
     assert len(matrix.cells) == 2 * 12 * 3
 
@@ -92,7 +108,7 @@ def test_the_plan_assumes_what_the_study_says_unless_told_otherwise():
     def hours(*arguments):
         ended = blockdraft("study", *arguments, "--plan")
         assert ended.code == 0, ended.err
-        return float(re.search(r"cells, ([\d.,]+) hours", ended.out).group(1).replace(",", "")), ended.out
+        return float(re.search(r"done, ([\d.,]+) hours", ended.out).group(1).replace(",", "")), ended.out
 
     slow, text = hours("pocket-short")
     assert "on 1 device each, at 40% of 0.1 TFLOP/s" in text
@@ -187,6 +203,24 @@ def test_seeds_that_end_out_of_order_are_reported_as_they_are_complete(tmp_path,
     monkeypatch.setattr(run_module, "summarize", lambda recipe, _out: reports.append(recipe.seeds))
     study.run()
     assert [list(seeds) for seeds in (reports[0], reports[-1])] == [[2], [1, 2]]
+
+
+def test_a_target_that_is_complete_is_reported_while_another_is_trained(tmp_path, monkeypatch):
+    values = yaml.safe_load(TINY)
+    values |= {"targets": {"one": {"recipe": "pocket"}, "two": {"recipe": "pocket"}}, "seeds": [1, 2]}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(values))
+    study = Study(load_study(tmp_path / "s.yaml"), tmp_path / "out")
+    reports = []
+
+    def run_in_order(_self, jobs, _num_at_once, _show=None, on_end=lambda _name: None):
+        for job in jobs:
+            on_end(job.name)
+
+    monkeypatch.setattr(Study, "_run", run_in_order)
+    monkeypatch.setattr(run_module, "summarize", lambda recipe, _: reports.append(([*recipe.targets], recipe.seeds)))
+    study.run()
+    both = ["one", "two"]
+    assert reports == [(["one"], [1]), (both, [1]), (both, [1]), (both, [1, 2])]
 
 
 @pytest.mark.parametrize(
@@ -323,7 +357,10 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     assert [plan.steps_done(cell) for cell in study.cells] == [(3, 3), (3, 3)]
     more = load_study("s.yaml", ["objectives.lk={recipe: lk}"])  # an objective that is added, after all was evaluated
     assert set(Study(more, "parts").run().wins) == {"bv", "lk"}
-    assert Study(more, "parts").jobs_left() == []
+    assert Study(more, "parts").jobs_left() == Study(more, "parts").data_jobs() == []
+    planned = blockdraft("study", "s.yaml", "objectives.lk={recipe: lk}", "--plan", "--out", "parts")
+    assert "3 cells, 3 done, 0.0 hours" in planned.out, planned.err
+    assert planned.out.endswith("nothing is left to run\n")
     other = Study(load_study("s.yaml", ["objectives.lk={recipe: lk}", "baseline=bv"]), "parts").run()
     assert other.baseline == "bv"
     assert set(other.wins) == {"ce", "lk"}
@@ -336,6 +373,9 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
         Study(changed, "parts").is_trained(changed.cells[1])
     changed = load_study("s.yaml", ["objectives.bv.set=[batch.num_texts=8]"])
     with pytest.raises(StudyError, match=r"bv-seed1 was trained by another recipe: batch differ"):
+        Study(changed, "parts").is_trained(changed.cells[1])
+    changed = load_study("s.yaml", ["objectives.bv.set=[drafter.num_proposals=3]"])
+    with pytest.raises(StudyError, match=r"bv-seed1 was trained by another recipe: drafter differ"):
         Study(changed, "parts").is_trained(changed.cells[1])
     free = ["batch.gradient_accumulation_steps=2", "runtime.gradient_checkpointing=true"]
     split = load_study("s.yaml", [f"objectives.lk={{recipe: lk, set: [{','.join(free)}]}}", "hardware.devices=2"])

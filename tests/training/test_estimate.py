@@ -1,6 +1,7 @@
 """Estimates against models that are there, and against published sizes."""
 
 import pytest
+import torch
 
 from blockdraft.data import Completion, OnlineFeatures, TextDataset, build_cache
 from blockdraft.drafters import DrafterConfig, build_drafter
@@ -52,6 +53,21 @@ def test_a_feature_cache_takes_what_was_said(tmp_path):
     written = sum(file.stat().st_size for file in tmp_path.glob("*.npy"))
     assert said <= written <= said + 256
     assert OnlineFeatures(target, layers).layers == layers
+
+
+def test_gradient_checkpointing_computes_the_layers_once_more():
+    """Of three passes over a layer, forward and two backward, it does four; the target and the heads are read once."""
+    recipe = load_recipe("qwen3-4b-dflash-bv")
+    shape = target_shape(recipe.target.name, recipe.target.shape)
+    with torch.device("meta"):
+        drafter = build_drafter(DrafterConfig.for_target("dflash", shape, **recipe.drafter.config_options()))
+    layer = drafter.layers[0]
+    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    context = sum(p.numel() for p in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight))
+    slots, tokens = 16_384 * drafter.config.num_slots, 32 * 1000
+    once = 2 * len(drafter.layers) * (matrices * slots + context * tokens)
+    plain, checkpointed = (of("qwen3-4b-dflash-bv", each) for each in ([], ["runtime.gradient_checkpointing=true"]))
+    assert checkpointed.training_flops - plain.training_flops == pytest.approx(plain.num_steps * once)
 
 
 def test_steps_and_shares():

@@ -32,7 +32,7 @@ def study(
             metavar="N",
             min=1,
             help="How many cells or evaluations run at once.",
-            show_default="as many as there are GPUs for, or cores if there is no GPU",
+            show_default="as many as the GPUs allow, none shared; one per core if there is no GPU",
         ),
     ] = None,
     device: Device = None,
@@ -95,8 +95,10 @@ def study(
     loaded = loaded.model_copy(update={"hardware": hardware})
     folder = out or Path("studies") / loaded.name
     if plan:
+        planned = Study(loaded, folder, device=device)
+        _check_tasks(planned)
         show = _show_slurm if slurm else _show_plan
-        show(Study(loaded, folder, device=device))
+        show(planned)
         return
     if slurm:
         raise StudyError("--slurm prints commands and runs nothing; give it together with --plan")
@@ -122,14 +124,25 @@ def _visible_gpus() -> list[str]:
     return names[:count]
 
 
+def _check_tasks(study: "Study") -> None:
+    """Refuse tasks that cannot be evaluated; a missing package is only said, as the plan may be for another machine."""
+    from blockdraft.study.inputs import check_tasks, lacks_datasets
+
+    if study.evaluations_left():
+        check_tasks(study.recipe.evaluation, download=False)
+        if lacks_datasets(study.recipe.evaluation):
+            print("to run it, install what downloads benchmarks: pip install 'blockdraft[datasets]'", file=sys.stderr)
+
+
 def _show_plan(study: "Study") -> None:
     from rich.console import Console
     from rich.table import Table
 
     from blockdraft.study.cost import answers_to_decode, cell_costs, responses_to_sample
 
+    left = [*study.data_jobs(), *study.jobs_left()]  # runs of another recipe are refused here
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("cell", "steps", "done", "GiB a device", "hours"):
+    for name in ("cell", "steps", "done", "GiB a device", "hours left"):
         table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=True)
     costs, assumed = cell_costs(study), study.recipe.hardware
     for cost in costs:
@@ -137,9 +150,11 @@ def _show_plan(study: "Study") -> None:
         table.add_row(cost.cell.name, f"{cost.num_steps:,}", f"{cost.num_done:,}", memory, f"{cost.hours:.2f}")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
+    num_done = len(costs) - len({cost.cell.name for cost in costs} & {job.name for job in left})
+    hours = sum(cost.hours for cost in costs)
     together = f"{assumed.devices} {'devices' if assumed.devices > 1 else 'device'} each"
     console.print(
-        f"{len(costs)} cells, {sum(cost.hours for cost in costs):,.1f} hours of training on {together}, at "
+        f"{len(costs)} cells, {num_done} done, {hours:,.1f} hours of training left on {together}, at "
         f"{assumed.efficiency:.0%} of {assumed.tflops:g} TFLOP/s"
     )
     sampled, decoded = responses_to_sample(study), answers_to_decode(study)
@@ -151,12 +166,11 @@ def _show_plan(study: "Study") -> None:
         )
     if decoded.num:
         console.print(
-            f"{decoded.num:,} answers in evaluations, {decoded.hours:,.1f} hours on {together}, at an assumed "
+            f"{decoded.num:,} answers left in evaluations, {decoded.hours:,.1f} hours on {together}, at an assumed "
             f"{assumed.decoding_rate:,g} tokens/s for a single text; scoring drafters is not counted"
         )
-    console.print("\ncommands, each of which resumes by itself:")
-    evaluations = [study.evaluation_job(target, seed) for seed in study.recipe.seeds for target in study.recipe.targets]
-    for job in [*study.data_jobs(), *map(study.training_job, study.recipe.cells), *evaluations]:
+    console.print("\ncommands that are left, each of which resumes by itself:" if left else "\nnothing is left to run")
+    for job in left:
         console.print(f"  {job}")
 
 

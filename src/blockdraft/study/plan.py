@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -54,6 +54,9 @@ class StudyEvaluation(Section):
     max_new_tokens: int = Field(256, ge=2, description="longest answer")
     rules: list[Literal["greedy", "token", "block"]] = Field(
         ["greedy", "token", "block"], min_length=1, description="verification rules"
+    )
+    draft_temperatures: list[Annotated[float, Field(gt=0)]] | None = Field(
+        None, min_length=1, description="grid for the best draft temperature; null is 0.3 to 1.2, [1] only the paper's"
     )
     checkpoint: Literal["last", "best"] = Field("last", description="the paper evaluates the last checkpoint")
     num_traces: int = Field(2, ge=0, description="prompts of each task for the report's block explorer")

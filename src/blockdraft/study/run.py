@@ -5,7 +5,7 @@ out/data/TARGET/                   texts of each target
 out/features/TARGET-.../           their features, shared by all cells that read the same ones, if recipes say so
 out/runs/CELL/                     training runs
 out/evaluations/TARGET-seedS/      all drafters of one target and seed, on the same prompts
-out/report/                        tables over seeds, and the report of every evaluation
+out/report/                        tables over seeds, and one report of the means over seeds
 """
 
 import os
@@ -20,25 +20,21 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from blockdraft.data import read_manifest
+from blockdraft.data import Manifest, read_manifest
+from blockdraft.data.manifest import MANIFEST
 from blockdraft.evaluation import read_results
 from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.files import atomic_write, exclusive
-from blockdraft.recipes import Recipe
 from blockdraft.recipes.loading import read_yaml_file
 from blockdraft.runs import Run
-from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyObjective, StudyRecipe, StudyTarget
+from blockdraft.study.changes import FREE, differences, is_continued
+from blockdraft.study.inputs import check_data, check_tasks
+from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyRecipe
 from blockdraft.study.processes import Job, leftovers_ended, start
 from blockdraft.study.summary import StudySummary, summarize
 
-COMPARED = ("objective", "annealing", "batch", "optimizer", "seed")
-"""Parts of a recipe that a finished run must share with its cell; what depends on data and target is left out."""
-
 SECONDS_TO_SAVE = "600"
 """How long torchrun waits for processes that were told to stop; by default 30 seconds, too few for large models."""
-
-FREE = ("runtime", "batch.gradient_accumulation_steps")
-"""Sections and fields that say how a run computes, and not what: they may change while a study goes on."""
 
 
 class Study:
@@ -95,12 +91,20 @@ class Study:
         """Return the folder where all drafters of one target and seed are evaluated together."""
         return self.out / "evaluations" / f"{target}-seed{seed}"
 
-    def data_jobs(self) -> list[Job]:
-        """Return the commands that choose prompts and let the targets answer them."""
+    def texts(self, target: str) -> Manifest | None:
+        """Return the manifest of a target's texts, of which some may be missing; None if there are none."""
+        folder = self.data_folder(target)
+        return read_manifest(folder) if os.path.lexists(folder / MANIFEST) else None
+
+    def data_jobs(self, *, recheck: bool = False) -> list[Job]:
+        """Return the commands that choose prompts and let the targets answer them, where texts are missing.
+
+        recheck: also where none is missing, which the command then checks.
+        """
         jobs = []
         for name in dict.fromkeys(self._first_with_texts.values()):
-            target = self.recipe.targets[name]
-            if target.data is not None:
+            target, there = self.recipe.targets[name], self.texts(name)
+            if target.data is not None or (there is not None and there.complete and not recheck):
                 continue
             prompts = self.out / "data" / f"{name}.prompts.jsonl"
             if not prompts.exists():
@@ -145,6 +149,8 @@ class Study:
         arguments += ["--tasks", *evaluation.tasks, "--rules", *evaluation.rules]
         arguments += ["--max-new-tokens", str(evaluation.max_new_tokens), "--seed", str(seed)]
         arguments += ["--dynamics-texts", str(evaluation.dynamics_texts), "--num-traces", str(evaluation.num_traces)]
+        if evaluation.draft_temperatures is not None:
+            arguments += ["--draft-temperatures", *map(str, evaluation.draft_temperatures)]
         if evaluation.num_prompts is not None:
             arguments += ["--num-prompts", str(evaluation.num_prompts)]
         if evaluation.num_decoded is not None:
@@ -171,8 +177,7 @@ class Study:
         if not Run.is_run(self.run_folder(cell)):
             return False
         run = Run.open(self.run_folder(cell))
-        found, wanted = _compared(run.recipe), _compared(cell.recipe.resolved())
-        differ = [name for name in COMPARED if found[name] != wanted[name]]
+        differ = differences(run.recipe, cell.recipe)
         if differ:
             raise StudyError(
                 f"{run.folder} was trained by another recipe: {', '.join(differ)} differ. Choose another --out, or set "
@@ -182,19 +187,29 @@ class Study:
 
     def is_evaluated(self, target: str, seed: int) -> bool:
         """Return whether the results of a target and seed are there, with all drafters that the study has now."""
+        return self.drafters_of(target, seed) == self.evaluated_drafters(target, seed)
+
+    def drafters_of(self, target: str, seed: int) -> set[str]:
+        """Return the names of the drafters that are evaluated together."""
+        return {cell.drafter_name for cell in self.recipe.cells if (cell.target, cell.seed) == (target, seed)}
+
+    def evaluated_drafters(self, target: str, seed: int) -> set[str]:
+        """Return the names of the drafters whose results are there."""
         folder = self.evaluation_folder(target, seed)
-        if not (folder / "results.json").exists():
-            return False
-        wanted = {cell.drafter_name for cell in self.recipe.cells if (cell.target, cell.seed) == (target, seed)}
-        return wanted == {each.name for each in read_results(folder).drafters}
+        return {each.name for each in read_results(folder).drafters} if (folder / "results.json").exists() else set()
+
+    def evaluations_left(self) -> list[tuple[str, int]]:
+        """Return the targets and seeds that are not evaluated, seed by seed."""
+        pairs = [(target, seed) for seed in self.recipe.seeds for target in self.recipe.targets]
+        return [pair for pair in pairs if not self.is_evaluated(*pair)]
 
     # Doing it
 
     def run(self) -> StudySummary:
         """Do all that is left, and write the report."""
-        for target in self.recipe.targets.values():
-            if target.data is not None:
-                read_manifest(target.data)  # a folder that is not there, or damaged, is said before anything runs
+        check_data(self.recipe)
+        if self.evaluations_left():
+            check_tasks(self.recipe.evaluation, download=True)
         self.out.mkdir(parents=True, exist_ok=True)
         with exclusive(self.out):
             self._remember()
@@ -206,7 +221,7 @@ class Study:
         self.on_progress("waiting for commands of a killed study to save and stop", done, 1, 0)
 
     def _run_all(self) -> StudySummary:
-        for number, job in enumerate(jobs := self.data_jobs()):
+        for number, job in enumerate(jobs := self.data_jobs(recheck=True)):
             self.on_progress("data", number, len(jobs), 0)
             self._run([job], 1)
             self.on_progress("data", number + 1, len(jobs), 0)
@@ -214,16 +229,29 @@ class Study:
         left = {job.name for job in jobs}
 
         def report(ended: str) -> None:
-            """Summarize the complete seeds, so that a study that is stopped later has something to show."""
+            """Summarize what is complete, so that a study that is stopped later has something to show."""
             left.discard(ended)
-            complete = [seed for seed in self.recipe.seeds if not left & self._evaluations(seed)]
             if ended in self._evaluations(*self.recipe.seeds):
                 self.on_progress(ended, 1, 1, 0)
-                if complete and left:
-                    summarize(self.recipe.model_copy(update={"seeds": complete}), self.out)
+                complete = self._without(left)
+                if complete is not None and left:
+                    summarize(complete, self.out)
 
         self._run(jobs, self.num_jobs, self._show_steps(), report)
         return summarize(self.recipe, self.out)
+
+    def _without(self, left: Set[str]) -> StudyRecipe | None:
+        """Return the part of the study that is evaluated while some jobs are left; None if there is none yet.
+
+        Its targets are those with a seed that is evaluated, its seeds those that are evaluated for all of these.
+        """
+
+        def is_done(target: str, seed: int) -> bool:
+            return self._evaluation_name(target, seed) not in left
+
+        targets = {n: t for n, t in self.recipe.targets.items() if any(is_done(n, s) for s in self.recipe.seeds)}
+        seeds = [seed for seed in self.recipe.seeds if all(is_done(name, seed) for name in targets)]
+        return self.recipe.model_copy(update={"targets": targets, "seeds": seeds}) if targets and seeds else None
 
     def jobs_left(self) -> list[Job]:
         """Return the training jobs and evaluations that are left, seed by seed, with what each waits for."""
@@ -267,10 +295,7 @@ class Study:
                 before = StudyRecipe.model_validate(read_yaml_file(file))
             except ValidationError as error:
                 raise StudyError(f"{file} does not describe a study; choose another --out") from error
-            before, now = _deciding(before), _deciding(self.recipe)
-            kept = set(before.seeds) <= set(now.seeds) and before.objectives.items() <= now.objectives.items()
-            may_differ = {"seeds": now.seeds, "objectives": now.objectives, "baseline": now.baseline}
-            if not kept or before.model_copy(update=may_differ | {"hardware": now.hardware}) != now:
+            if not is_continued(before, self.recipe):
                 raise StudyError(
                     f"{self.out} holds another study; you may add seeds and objectives, and change the baseline, the "
                     f"hardware and {' and '.join(FREE)}, but nothing else. Choose another --out"
@@ -364,26 +389,3 @@ class Study:
 
     def _log(self, name: str) -> Path:
         return self.out / "logs" / f"{name.replace(' ', '-').replace(',', '')}.log"
-
-
-def _compared(recipe: Recipe) -> dict[str, object]:
-    """Return the parts of a recipe that a finished run must share with its cell, without the fields that are free."""
-    return recipe.model_dump(include=set(COMPARED), exclude={"batch": {"gradient_accumulation_steps"}})
-
-
-def _deciding(study: StudyRecipe) -> StudyRecipe:
-    """Return a study without the assignments of fields that are free to change."""
-
-    def without(found: StudyRecipe | StudyTarget | StudyObjective) -> dict[str, list[str]]:
-        return {"set": [each for each in found.set if not is_free(each.partition("=")[0].strip())]}
-
-    def is_free(field: str) -> bool:
-        return any(field == name or field.startswith(f"{name}.") for name in FREE)
-
-    return study.model_copy(
-        update=without(study)
-        | {
-            "targets": {name: each.model_copy(update=without(each)) for name, each in study.targets.items()},
-            "objectives": {name: each.model_copy(update=without(each)) for name, each in study.objectives.items()},
-        }
-    )

@@ -63,15 +63,20 @@ class Rates:
 
 
 def step_flops(recipe: Recipe, config: DrafterConfig, target_parameters: int, tokens_per_step: float) -> float:
-    """Count the multiply-adds of one step, twice; attention scores and the objective's sweeps are left out."""
+    """Count the multiply-adds of one step, twice; attention scores and the objective's sweeps are left out.
+
+    Gradient checkpointing computes the forward pass of the drafter's layers a second time.
+    """
     width, kv_width = config.hidden_size, config.num_kv_heads * config.head_dim
     embedding = config.vocab_size * width
     target = 0 if recipe.data.features == "cached" else 2 * (target_parameters - embedding) * tokens_per_step
     q_width = config.num_heads * config.head_dim
     per_slot = config.num_layers * (2 * q_width * width + 2 * kv_width * width + 3 * config.intermediate_size * width)
-    per_token = len(config.target_layers) * width * width + config.num_layers * 2 * kv_width * width
+    context = config.num_layers * 2 * kv_width * width
     blocks = recipe.batch.num_anchors
-    drafter = 6 * (per_slot * blocks * config.num_slots + per_token * tokens_per_step)
+    layers = per_slot * blocks * config.num_slots + context * tokens_per_step
+    features = len(config.target_layers) * width * width * tokens_per_step
+    drafter = (8 if recipe.runtime.gradient_checkpointing else 6) * layers + 6 * features
     head = 2 * 2 * config.num_draft_tokens * width * blocks * config.num_proposals  # draft logits and their gradient
     shared = 2 * config.num_draft_tokens * width * min(tokens_per_step, blocks * config.num_proposals)  # target logits
     return float(target + drafter + head + shared)

@@ -1,0 +1,75 @@
+"""What a study reads is checked before it trains: tasks, folders of prompts, and the package that downloads them."""
+
+import json
+import sys
+
+import pytest
+
+from blockdraft.errors import BlockdraftError
+from blockdraft.evaluation.tasks import BENCHMARKS
+from blockdraft.study import Study, load_study
+
+from commands import blockdraft
+from tiny_study import TINY
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a study, and prompts of one benchmark."""
+    (tmp_path / "s.yaml").write_text(TINY)
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "gsm8k.jsonl").write_text(json.dumps({"id": "a", "turns": ["What is 1 + 1?"]}) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["evaluation.tasks=[pockt]"], "unknown task 'pockt'; did you mean 'pocket"),
+        (["evaluation.tasks=[pocket, pocket-math]"], "'pocket-math' is named twice"),
+        (["evaluation.tasks=[gsm8k]", "evaluation.prompts=nowhere"], "nowhere/gsm8k.jsonl"),
+        (["evaluation.tasks=[gsm8k, aime25]", "evaluation.prompts=prompts"], "prompts/aime25.jsonl"),
+        (["evaluation.tasks=[benchmarks]", "evaluation.prompts=prompts"], "prompts/math500.jsonl"),
+    ],
+)
+def test_an_evaluation_that_could_not_begin_is_refused_before_training(folder, monkeypatch, changes, reason):
+    planned = blockdraft("study", "s.yaml", *changes, "--plan", cwd=folder)
+    assert planned.code == 2
+    assert reason in planned.err
+    assert not planned.out
+    monkeypatch.chdir(folder)
+    with pytest.raises(BlockdraftError) as refused:
+        Study(load_study("s.yaml", changes), "out").run()
+    assert reason in str(refused.value)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("options", [["--plan"], ["--plan", "--slurm"]])
+def test_benchmarks_that_are_named_twice_are_refused_in_the_plan(folder, options):
+    planned = blockdraft("study", "s.yaml", "evaluation.tasks=[benchmarks, gsm8k]", *options, cwd=folder)
+    assert planned.code == 2
+    assert "twice" in planned.err
+
+
+def test_prompts_from_the_hub_need_the_package_that_downloads_them(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "gsm8k" in BENCHMARKS
+    hub = ["evaluation.tasks=[gsm8k]"]
+    with pytest.raises(BlockdraftError, match=r"pip install 'blockdraft\[datasets\]'"):
+        Study(load_study("s.yaml", hub), "out").run()
+    assert not (folder / "out").exists()
+    planned = blockdraft("study", "s.yaml", *hub, "--plan")  # which may be for another machine
+    assert planned.code == 0
+    assert "pip install 'blockdraft[datasets]'" in planned.err
+    assert "2 cells" in planned.out
+    planned = blockdraft("study", "s.yaml", *hub, "evaluation.prompts=prompts", "--plan")
+    assert (planned.code, planned.err) == (0, "")
+
+
+def test_prompts_of_evaluations_that_are_complete_are_not_read_again(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(Study, "is_evaluated", lambda *_: True)
+    planned = blockdraft("study", "s.yaml", "evaluation.tasks=[gone.jsonl]", "--plan")
+    assert planned.code == 0, planned.err
+    assert "answers left" not in planned.out
