@@ -3,7 +3,8 @@
     make bench                          # everything, to stdout and results/regenerate.json
     python benchmarks/regenerate.py     # this one alone
 
-One process, float32 unless told otherwise, temperature 1 over the whole vocabulary, lengths as they come (an end token, or the budget).
+One process, float32 unless told otherwise, temperature 1 over the whole vocabulary, lengths as they come (an end
+token, or the budget).
 transformers takes the prompts in batches and waits for the longest response of each; tokens after an end token
 do not count.
 """

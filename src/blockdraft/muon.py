@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from blockdraft.selfcheck import cpu_multiplies_bfloat16
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, which send singular values from (0, 1] to about 1 in five steps."""
 
@@ -88,7 +90,7 @@ def iteration_dtype(x: Tensor) -> torch.dtype:
     if x.dtype != torch.float32:
         return x.dtype
     if x.device.type == "cpu":
-        is_faster = x.shape[-2] >= LEAST_BFLOAT16_SIDE and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        is_faster = x.shape[-2] >= LEAST_BFLOAT16_SIDE and cpu_multiplies_bfloat16()
     else:
         is_faster = x.device.type == "cuda"
     return torch.bfloat16 if is_faster else torch.float32

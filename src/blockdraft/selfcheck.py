@@ -32,6 +32,11 @@ class SelfCheckWarning(RuntimeWarning):
     """A part of the package is slower here than it could be, because its fast path failed the check."""
 
 
+def cpu_multiplies_bfloat16() -> bool:
+    """Return whether this processor has arithmetic for bfloat16, and PyTorch the library that uses it."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def passes_check(
     part: str,
     device: torch.device,

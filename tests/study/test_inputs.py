@@ -2,12 +2,12 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.evaluation.tasks import BENCHMARKS
-from blockdraft.study import Study, load_study
+from blockdraft.study import Study, StudyError, inputs, load_study
 
 from commands import blockdraft
 from tiny_study import TINY
@@ -54,7 +54,6 @@ def test_benchmarks_that_are_named_twice_are_refused_in_the_plan(folder, options
 def test_prompts_from_the_hub_need_the_package_that_downloads_them(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "gsm8k" in BENCHMARKS
     hub = ["evaluation.tasks=[gsm8k]"]
     with pytest.raises(BlockdraftError, match=r"pip install 'blockdraft\[datasets\]'"):
         Study(load_study("s.yaml", hub), "out").run()
@@ -67,9 +66,31 @@ def test_prompts_from_the_hub_need_the_package_that_downloads_them(folder, monke
     assert (planned.code, planned.err) == (0, "")
 
 
+def test_training_dynamics_of_runs_that_keep_no_epochs_are_refused(folder):
+    planned = blockdraft("study", "s.yaml", "evaluation.dynamics_texts=8", "--plan", cwd=folder)
+    assert planned.code == 2
+    assert "pocket-dflash-ce-seed1 keeps no checkpoints of its epochs" in planned.err
+
+
+def test_a_given_folder_that_is_not_complete_is_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(inputs, "read_manifest", lambda _folder: SimpleNamespace(complete=False))
+    with pytest.raises(StudyError, match="given is not complete; let `blockdraft data regenerate` finish it"):
+        Study(load_study("s.yaml", ["targets.pocket.data=given"]), "out").run()
+
+
+def test_a_plan_for_the_folder_of_another_study_is_refused(folder):
+    (folder / "out").mkdir()
+    (folder / "out" / "study.yaml").write_text(TINY.replace("max_new_tokens: 12", "max_new_tokens: 13"))
+    assert (folder / "out" / "study.yaml").read_text() != TINY
+    planned = blockdraft("study", "s.yaml", "--plan", "--out", "out", cwd=folder)
+    assert planned.code == 2
+    assert "out holds another study" in planned.err
+
+
 def test_prompts_of_evaluations_that_are_complete_are_not_read_again(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(Study, "is_evaluated", lambda *_: True)
+    monkeypatch.setattr(Study, "evaluations_left", lambda *_: [])
     planned = blockdraft("study", "s.yaml", "evaluation.tasks=[gone.jsonl]", "--plan")
     assert planned.code == 0, planned.err
     assert "answers left" not in planned.out

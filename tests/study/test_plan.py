@@ -88,13 +88,13 @@ def test_the_plan_of_a_study_under_way_is_about_what_is_left(tmp_path, monkeypat
     whole, sampled, decoded = cell_costs(study), responses_to_sample(study), answers_to_decode(study)
     shards = {"shard-00000.parquet": None}
     some = SimpleNamespace(complete=False, shards=shards, num_shards=4, identity=SimpleNamespace(num_conversations=24))
-    monkeypatch.setattr(Study, "texts", lambda *_: some)
+    monkeypatch.setattr(Study, "manifest", lambda *_: some)
     assert responses_to_sample(study).num == 18
     assert responses_to_sample(study).hours == pytest.approx(sampled.hours * 18 / 24)
     assert [job.name for job in study.data_jobs()] == ["prompts for pocket", "data for pocket"]
     totals = SimpleNamespace(texts_and_length=(24, 1000.0))
     every = SimpleNamespace(complete=True, shards=shards, num_shards=1, identity=some.identity, totals=totals)
-    monkeypatch.setattr(Study, "texts", lambda *_: every)
+    monkeypatch.setattr(Study, "manifest", lambda *_: every)
     assert responses_to_sample(study).num == 0
     assert study.data_jobs() == []
     assert len(study.data_jobs(recheck=True)) == 2

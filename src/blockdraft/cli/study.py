@@ -32,7 +32,7 @@ def study(
             metavar="N",
             min=1,
             help="How many cells or evaluations run at once.",
-            show_default="as many as the GPUs allow, none shared; one per core if there is no GPU",
+            show_default="as many as the GPUs allow, none shared, or one per core if there is no GPU",
         ),
     ] = None,
     device: Device = None,
@@ -96,7 +96,8 @@ def study(
     folder = out or Path("studies") / loaded.name
     if plan:
         planned = Study(loaded, folder, device=device)
-        _check_tasks(planned)
+        planned.check(download=False)
+        _hint_at_datasets(planned)
         show = _show_slurm if slurm else _show_plan
         show(planned)
         return
@@ -124,14 +125,12 @@ def _visible_gpus() -> list[str]:
     return names[:count]
 
 
-def _check_tasks(study: "Study") -> None:
-    """Refuse tasks that cannot be evaluated; a missing package is only said, as the plan may be for another machine."""
-    from blockdraft.study.inputs import check_tasks, lacks_datasets
+def _hint_at_datasets(study: "Study") -> None:
+    """Say that a package is missing; the plan may be for another machine."""
+    from blockdraft.study.inputs import lacks_datasets
 
-    if study.evaluations_left():
-        check_tasks(study.recipe.evaluation, download=False)
-        if lacks_datasets(study.recipe.evaluation):
-            print("to run it, install what downloads benchmarks: pip install 'blockdraft[datasets]'", file=sys.stderr)
+    if study.evaluations_left() and lacks_datasets(study.recipe.evaluation):
+        print("to run it, install what downloads benchmarks: pip install 'blockdraft[datasets]'", file=sys.stderr)
 
 
 def _show_plan(study: "Study") -> None:

@@ -34,7 +34,7 @@ def parse(values: dict[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(f"{where}: " + "; ".join(explain(each, Recipe) for each in error.errors())) from error
+        raise RecipeError(f"{where}: " + "; ".join(explain_field(each, Recipe) for each in error.errors())) from error
 
 
 def override(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _stems(part: str) -> list[str]:
     return sorted(path.stem for path in (SHIPPED_RECIPES / part).glob("*.yaml"))
 
 
-def explain(error: Any, root: type[BaseModel]) -> str:
+def explain_field(error: Any, root: type[BaseModel]) -> str:
     """Say in words what pydantic found wrong with a file that describes a ``root``."""
     path = [str(part) for part in error["loc"]]
     name = ".".join(path) or "the recipe"
@@ -182,7 +182,8 @@ def explain(error: Any, root: type[BaseModel]) -> str:
     if error["type"] == "missing":
         return f"{name} is missing"
     message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{name}: {message[:1].lower()}{message[1:]}, got {error['input']!r}" if path else message
+    got = "" if isinstance(error["input"], dict) else f", got {error['input']!r}"
+    return f"{name}: {message[:1].lower()}{message[1:]}{got}" if path else message
 
 
 def _section(path: list[str], root: type[BaseModel]) -> type[BaseModel]:

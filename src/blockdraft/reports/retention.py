@@ -24,11 +24,9 @@ def retention_table(comparison: Comparison, target: str) -> Table:
     entries = comparison.of(target)
     rule = _rule(entries) or RULES[0]
     entries = [e for e in entries if e.cells(rule, "paper")]
-    tasks: list[tuple[str, str | None]] = [(task.title, task.name) for task in comparison.tasks(target)]
-    tasks += [("All tasks pooled", None)] if len(tasks) > 1 else []
     longest = max((e.about.num_proposals for e in entries), default=1)
     rows = []
-    for title, task in tasks:
+    for title, task in _places(comparison, target):
         for entry in entries:
             found = entry.retention(rule, task)
             rows.append(TableRow((title, entry.kind, entry.label), _retained(found, longest)))
@@ -37,11 +35,17 @@ def retention_table(comparison: Comparison, target: str) -> Table:
     caption = (
         f"{comparison.setting(rule)}: the share of rounds that kept every drafted token up to a position. Drafts only: "
         "the sum of these shares, which is the mean number of drafted tokens kept. "
-        f"{comparison.evaluated(entries)} {_prompts(comparison, target)} Bold is the best of a column within a task "
+        f"{comparison.evaluated(entries)} {_prompts(entries)} Bold is the best of a column within a task "
         "and drafter."
     )
     name, title = f"retention-{comparison.file_name(target)}", f"Retention by position, {target}"
     return Table(name, title, caption, ("Task", "Drafter", "Loss"), columns, best_in_columns(rows, 2))
+
+
+def _places(comparison: Comparison, target: str) -> list[tuple[str, str | None]]:
+    """Return titles and names of the tasks, and of all of them together, whose name is None, if there are several."""
+    tasks: list[tuple[str, str | None]] = [(task.title, task.name) for task in comparison.tasks(target)]
+    return [*tasks, ("All tasks pooled", None)] if len(tasks) > 1 else tasks
 
 
 def _retained(found: Retention, longest: int) -> tuple[CellValue, ...]:
@@ -86,7 +90,7 @@ def _figure_3(comparison: Comparison, pair: tuple[Entry, Entry], task: TaskAbout
     legend(figure, pair, look)
     ce, bv = (f"{sum(each.kept):.2f} with {entry.label}" for each, entry in zip(found, pair, strict=True))
     caption = (
-        f"In the layout of the paper's figure 3, on {task.decoded_prompts:,} prompts of {task.title}, "
+        f"In the layout of the paper's figure 3, on {_num_decoded(pair, task.title)} prompts of {task.title}, "
         f"{comparison.setting('block')}. Left: share of all rounds that kept every token up to position i. These "
         f"shares add up to the mean number of drafted tokens kept: {ce}, {bv}. Right: of the rounds that kept i-1, the "
         f"share that kept i too, where at least {MIN_ROUNDS} rounds got that far. {comparison.evaluated(pair)}"
@@ -105,8 +109,7 @@ def retention_figure(comparison: Comparison, target: str, kind: str, look: Look)
     entries = [e for e in comparison.of(target, kind) if rule and e.cells(rule, "paper")]
     if rule is None or not entries:
         return None
-    shown = [(task.title, task.name) for task in comparison.tasks(target)]
-    places: list[tuple[str, str | None]] = [*shown, *([("All tasks pooled", None)] if len(shown) > 1 else [])]
+    places = _places(comparison, target)
     num_columns = min(4, max(2, len(places)))
     num_lines = -(-len(places) // num_columns)
     figure = Figure(figsize=(0.7 + 2.55 * num_columns, 4.3 * num_lines + 0.35), layout="constrained")
@@ -119,11 +122,11 @@ def retention_figure(comparison: Comparison, target: str, kind: str, look: Look)
         above.set(title=title, ylim=(-0.03, 1.03))
     _finish_retention(grid.tolist(), len(places), lowest, max(e.about.num_proposals for e in entries))
     legend(figure, entries, look)
-    pooled = " The last panels pool the rounds of all tasks." if len(shown) > 1 else ""
+    pooled = " The last panels pool the rounds of all tasks." if len(places) > 1 else ""
     caption = (
         f"{comparison.setting(rule)}. Top: share of all rounds that kept every token up to position i. Bottom: of the "
         f"rounds that kept i-1, the share that kept i too, where at least {MIN_ROUNDS} rounds got that far.{pooled} "
-        f"{_prompts(comparison, target)} {comparison.evaluated(entries)}"
+        f"{_prompts(entries)} {comparison.evaluated(entries)}"
     )
     name = f"retention-{comparison.file_name(target)}-{kind.lower()}"
     return Drawing(name, f"How far drafts are kept, {target}, {kind}", caption, figure)
@@ -153,10 +156,17 @@ def _rule(entries: Sequence[Entry]) -> Rule | None:
     return max((rule for rule in RULES if any(e.cells(rule, "paper") for e in entries)), key=RULES.index, default=None)
 
 
-def _prompts(comparison: Comparison, target: str) -> str:
-    """Say how many prompts of each task were decoded: a sentence for captions."""
-    tasks = comparison.tasks(target)
-    return f"Decoded prompts: {', '.join(f'{task.decoded_prompts:,} of {task.title}' for task in tasks)}."
+def _prompts(entries: Sequence[Entry]) -> str:
+    """Say how many prompts of each task were decoded with these drafters: a sentence for captions."""
+    titles = dict.fromkeys(task.title for entry in entries for task in entry.evaluation.results.tasks)
+    return f"Decoded prompts: {', '.join(f'{_num_decoded(entries, title)} of {title}' for title in titles)}."
+
+
+def _num_decoded(entries: Sequence[Entry], title: str) -> str:
+    """Give the number of prompts of a task that were decoded, or two of them if evaluations differ."""
+    tasks = [task for entry in entries for task in entry.evaluation.results.tasks]
+    counts = sorted({task.decoded_prompts for task in tasks if task.title == title})
+    return f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
 
 
 def _plot(kept: Axes, conditional: Axes, found: Retention, style: Style) -> float:

@@ -1,7 +1,15 @@
 """Say what may change while a study is under way, and refuse the rest: runs and folders of another study."""
 
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
 from blockdraft.recipes import Recipe
-from blockdraft.study.plan import StudyObjective, StudyRecipe, StudyTarget
+from blockdraft.recipes.loading import read_yaml_file
+from blockdraft.study.plan import StudyError, StudyObjective, StudyRecipe, StudyTarget
+
+STUDY_FILE = "study.yaml"
 
 COMPARED = ("drafter", "objective", "annealing", "batch", "optimizer", "seed")
 """Parts of a recipe that a finished run must share with its cell; what depends on data and target is left out."""
@@ -22,6 +30,22 @@ def differences(run: Recipe, cell: Recipe) -> list[str]:
     left_out = {"batch": {"gradient_accumulation_steps"}, "drafter": open_fields}
     found, wanted = (each.model_dump(include=set(COMPARED), exclude=left_out) for each in (run, cell.resolved()))
     return [name for name in COMPARED if found[name] != wanted[name]]
+
+
+def refuse_another_study(recipe: StudyRecipe, folder: Path) -> None:
+    """Raise if a folder holds a study that this one does not go on with."""
+    file = folder / STUDY_FILE
+    if not os.path.lexists(file):
+        return
+    try:
+        before = StudyRecipe.model_validate(read_yaml_file(file))
+    except ValidationError as error:
+        raise StudyError(f"{file} does not describe a study; choose another --out") from error
+    if not is_continued(before, recipe):
+        raise StudyError(
+            f"{folder} holds another study; you may add seeds and objectives, and change the baseline, the hardware "
+            f"and {' and '.join(FREE)}, but nothing else. Choose another --out"
+        )
 
 
 def is_continued(before: StudyRecipe, now: StudyRecipe) -> bool:

@@ -41,9 +41,9 @@ def cell_costs(study: Study) -> list[CellCost]:
     for cell in study.recipe.cells:
         target = study.recipe.targets[cell.target]
         num_texts, length = target.num_prompts * target.num_responses, assumed.tokens_per_text
-        there = study.texts(cell.target)
-        if there is not None and there.complete:
-            num_texts, length = there.totals.texts_and_length
+        manifest = study.manifest(cell.target)
+        if manifest is not None and manifest.complete:
+            num_texts, length = manifest.totals.texts_and_length
         cost = estimate(cell.recipe, num_devices=assumed.devices, num_texts=num_texts, tokens_per_text=length)
         num_done, known_steps = study.steps_done(cell)
         num_steps = known_steps or cost.num_steps
@@ -59,10 +59,12 @@ def responses_to_sample(study: Study) -> Answers:
     """
     assumed, num, tokens = study.recipe.hardware, 0, 0.0
     for name in {study.data_folder(each): each for each in reversed(study.recipe.targets)}.values():
-        target, there = study.recipe.targets[name], study.texts(name)
+        target, manifest = study.recipe.targets[name], study.manifest(name)
+        if target.data is not None:
+            continue
         left = target.num_prompts * target.num_responses
-        if there is not None:
-            left = round(there.identity.num_conversations * (1 - len(there.shards) / there.num_shards))
+        if manifest is not None:
+            left = round(manifest.identity.num_conversations * (1 - len(manifest.shards) / manifest.num_shards))
         num += left
         tokens += left * min(assumed.tokens_per_text, target.max_new_tokens)
     return Answers(num, tokens / assumed.sampling_rate / 3600)
@@ -83,10 +85,10 @@ def answers_to_decode(study: Study) -> Answers:
         best = dict.fromkeys(protocol.sampled_rules, protocol.temperature)
     num, seconds = 0, 0.0
     for target, seed in pairs:
-        there = study.evaluated_drafters(target, seed)
-        setups = sum(len(protocol.setups(name, best)) for name in study.drafters_of(target, seed) - there)
+        evaluated = study.evaluated_drafters(target, seed)
+        setups = sum(len(protocol.setups(name, best)) for name in study.drafters_of(target, seed) - evaluated)
         texts = 0
-        if not there:
+        if not evaluated:
             setups += len({protocol.baseline(rule) for rule in protocol.rules})
             texts = len(protocol.text_kinds) * sum(counts)
         decoded = setups * sum(min(asked.num_decoded or count, count) for count in counts)

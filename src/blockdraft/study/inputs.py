@@ -8,10 +8,20 @@ from blockdraft.study.plan import StudyError, StudyEvaluation, StudyRecipe
 
 
 def check_data(recipe: StudyRecipe) -> None:
-    """Refuse data folders that are not there, or damaged."""
+    """Refuse data folders that are not there, damaged or unfinished."""
     for target in recipe.targets.values():
-        if target.data is not None:
-            read_manifest(target.data)
+        if target.data is not None and not read_manifest(target.data).complete:
+            raise StudyError(f"{target.data} is not complete; let `blockdraft data regenerate` finish it first")
+
+
+def check_dynamics(recipe: StudyRecipe) -> None:
+    """Refuse to ask for training dynamics of runs that will not keep the checkpoints they are measured on."""
+    cell = next((each for each in recipe.cells if not each.recipe.logging.keep_epoch_checkpoints), None)
+    if recipe.evaluation.dynamics_texts and cell is not None:
+        raise StudyError(
+            f"evaluation.dynamics_texts is {recipe.evaluation.dynamics_texts}, but {cell.name} keeps no checkpoints of "
+            "its epochs; set logging.keep_epoch_checkpoints=true, or evaluation.dynamics_texts=0"
+        )
 
 
 def check_tasks(asked: StudyEvaluation, *, download: bool) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from blockdraft.errors import BlockdraftError
 from blockdraft.recipes import Recipe, load_recipe, shipped_names
-from blockdraft.recipes.loading import explain, override, read_yaml_file
+from blockdraft.recipes.loading import explain_field, override, read_yaml_file
 from blockdraft.recipes.schema import Section
 
 SHIPPED_STUDIES = Path(__file__).parent / "shipped"
@@ -192,7 +192,7 @@ def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -
     try:
         study = StudyRecipe.model_validate(override(read_yaml_file(path), assignments or []))
     except ValidationError as error:
-        raise StudyError(f"{name}: {explain(error.errors()[0], StudyRecipe)}") from error
+        raise StudyError(f"{name}: {explain_field(error.errors()[0], StudyRecipe)}") from error
     names = [cell.name for cell in study.cells]
     twice = next((each for each in names if names.count(each) > 1), None)
     if twice is not None:

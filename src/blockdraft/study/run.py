@@ -18,17 +18,16 @@ from functools import cached_property
 from pathlib import Path
 
 import yaml
-from pydantic import ValidationError
 
 from blockdraft.data import Manifest, read_manifest
+from blockdraft.data.features import INDEX
 from blockdraft.data.manifest import MANIFEST
 from blockdraft.evaluation import read_results
 from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.files import atomic_write, exclusive
-from blockdraft.recipes.loading import read_yaml_file
 from blockdraft.runs import Run
-from blockdraft.study.changes import FREE, differences, is_continued
-from blockdraft.study.inputs import check_data, check_tasks
+from blockdraft.study.changes import STUDY_FILE, differences, refuse_another_study
+from blockdraft.study.inputs import check_data, check_dynamics, check_tasks
 from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyRecipe
 from blockdraft.study.processes import Job, leftovers_ended, start
 from blockdraft.study.summary import StudySummary, summarize
@@ -91,7 +90,7 @@ class Study:
         """Return the folder where all drafters of one target and seed are evaluated together."""
         return self.out / "evaluations" / f"{target}-seed{seed}"
 
-    def texts(self, target: str) -> Manifest | None:
+    def manifest(self, target: str) -> Manifest | None:
         """Return the manifest of a target's texts, of which some may be missing; None if there are none."""
         folder = self.data_folder(target)
         return read_manifest(folder) if os.path.lexists(folder / MANIFEST) else None
@@ -103,8 +102,8 @@ class Study:
         """
         jobs = []
         for name in dict.fromkeys(self._first_with_texts.values()):
-            target, there = self.recipe.targets[name], self.texts(name)
-            if target.data is not None or (there is not None and there.complete and not recheck):
+            target, manifest = self.recipe.targets[name], self.manifest(name)
+            if target.data is not None or (manifest is not None and manifest.complete and not recheck):
                 continue
             prompts = self.out / "data" / f"{name}.prompts.jsonl"
             if not prompts.exists():
@@ -199,23 +198,34 @@ class Study:
         return {each.name for each in read_results(folder).drafters} if (folder / "results.json").exists() else set()
 
     def evaluations_left(self) -> list[tuple[str, int]]:
-        """Return the targets and seeds that are not evaluated, seed by seed."""
+        """Return the targets and seeds that are not evaluated, or of which a cell is not trained, seed by seed."""
         pairs = [(target, seed) for seed in self.recipe.seeds for target in self.recipe.targets]
-        return [pair for pair in pairs if not self.is_evaluated(*pair)]
+        untrained = {(cell.target, cell.seed) for cell in self.recipe.cells if not self.is_trained(cell)}
+        return [pair for pair in pairs if pair in untrained or not self.is_evaluated(*pair)]
 
     # Doing it
 
     def run(self) -> StudySummary:
         """Do all that is left, and write the report."""
-        check_data(self.recipe)
-        if self.evaluations_left():
-            check_tasks(self.recipe.evaluation, download=True)
+        self.check(download=True)
         self.out.mkdir(parents=True, exist_ok=True)
         with exclusive(self.out):
             self._remember()
             (self.out / "logs").mkdir(exist_ok=True)
             with leftovers_ended(self.out / "logs" / ".running", self._show_waiting) as self._lock:
                 return self._run_all()
+
+    def check(self, *, download: bool) -> None:
+        """Refuse what would be found out later: another study's folder, runs of another recipe, what cannot be read.
+
+        download: also check what is given by hand or has to be downloaded; without, the study may be for elsewhere.
+        """
+        refuse_another_study(self.recipe, self.out)
+        check_dynamics(self.recipe)
+        if download:
+            check_data(self.recipe)
+        if self.evaluations_left():  # opens the runs that are there
+            check_tasks(self.recipe.evaluation, download=download)
 
     def _show_waiting(self, done: int) -> None:
         self.on_progress("waiting for commands of a killed study to save and stop", done, 1, 0)
@@ -233,14 +243,14 @@ class Study:
             left.discard(ended)
             if ended in self._evaluations(*self.recipe.seeds):
                 self.on_progress(ended, 1, 1, 0)
-                complete = self._without(left)
+                complete = self._evaluated_part(left)
                 if complete is not None and left:
                     summarize(complete, self.out)
 
         self._run(jobs, self.num_jobs, self._show_steps(), report)
         return summarize(self.recipe, self.out)
 
-    def _without(self, left: Set[str]) -> StudyRecipe | None:
+    def _evaluated_part(self, left: Set[str]) -> StudyRecipe | None:
         """Return the part of the study that is evaluated while some jobs are left; None if there is none yet.
 
         Its targets are those with a seed that is evaluated, its seeds those that are evaluated for all of these.
@@ -256,16 +266,20 @@ class Study:
     def jobs_left(self) -> list[Job]:
         """Return the training jobs and evaluations that are left, seed by seed, with what each waits for."""
         untrained = [cell for cell in self.recipe.cells if not self.is_trained(cell)]
-        builders = self._cache_builders(untrained)
+        builders, evaluations = self._cache_builders(untrained), self.evaluations_left()
         jobs = list[Job]()
         for seed in self.recipe.seeds:
             cells = [cell for cell in untrained if cell.seed == seed]
             for cell in cells:
-                builder = frozenset(builders.get(self.cache_folder(cell), set[str]()) - {cell.name})
-                jobs.append(replace(self.training_job(cell), features_of=builder))
+                cache = self.cache_folder(cell)
+                builder = frozenset(builders.get(cache, set[str]()) - {cell.name})
+                if any(Run.is_run(self.out / "runs" / name) for name in builder) and not (cache / INDEX).exists():
+                    jobs.append(replace(self.training_job(cell), needs=builder))  # its features were taken away
+                else:
+                    jobs.append(replace(self.training_job(cell), features_of=builder))
             for target in self.recipe.targets:
                 needs = frozenset(cell.name for cell in cells if cell.target == target)
-                if needs or not self.is_evaluated(target, seed):
+                if (target, seed) in evaluations:
                     jobs.append(replace(self.evaluation_job(target, seed), needs=needs))
         return jobs
 
@@ -289,18 +303,7 @@ class Study:
         return f"evaluation of {target}, seed {seed}"
 
     def _remember(self) -> None:
-        file = self.out / "study.yaml"
-        if os.path.lexists(file):
-            try:
-                before = StudyRecipe.model_validate(read_yaml_file(file))
-            except ValidationError as error:
-                raise StudyError(f"{file} does not describe a study; choose another --out") from error
-            if not is_continued(before, self.recipe):
-                raise StudyError(
-                    f"{self.out} holds another study; you may add seeds and objectives, and change the baseline, the "
-                    f"hardware and {' and '.join(FREE)}, but nothing else. Choose another --out"
-                )
-        with atomic_write(file) as unfinished:
+        with atomic_write(self.out / STUDY_FILE) as unfinished:
             text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
             unfinished.write_text(text, encoding="utf-8")
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from blockdraft.selfcheck import cpu_multiplies_bfloat16
+
 NAME = "blockdraft"
 
 
@@ -59,7 +61,7 @@ def multiplies_whole_rows(x: Tensor) -> bool:
     In bfloat16 on a CPU that has such arithmetic this takes less than half of the time of PyTorch's fused attention,
     but only over tensors without gaps: slices would be copied.
     """
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and cpu_multiplies_bfloat16()
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedModel
 
-from blockdraft.selfcheck import compare, passes_check
+from blockdraft.selfcheck import compare, cpu_multiplies_bfloat16, passes_check
 from blockdraft.targets.attention import HostPositions, Masks, RotaryTable, TextAttention, rotated
 from blockdraft.targets.cache import KVCache
 
@@ -261,7 +261,7 @@ def can_pack(weight: Tensor) -> bool:
         return False
     if weight.dtype == torch.float32 and weight.numel() < PACKED_SIZE:
         return False
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if weight.dtype == torch.bfloat16 and not cpu_multiplies_bfloat16():
         return False
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return False
