@@ -18,6 +18,8 @@ import blockdraft as blockdraft_package
 from blockdraft.data import DataError, EngineError, GenerationSettings, ServerEngine, read_prompts, regenerate
 from blockdraft.drafters import save_drafter
 from blockdraft.recipes import load_recipe
+from blockdraft.study import load_study
+from blockdraft.study.changes import COMPARED
 from blockdraft.targets import Target, load_target
 from blockdraft.training import Trainer
 
@@ -138,7 +140,12 @@ def _runs(target: Target) -> None:
 def _study() -> None:
     Path("study.yaml").write_text(yaml.safe_dump(STUDY, sort_keys=False))
     shutil.copytree("data", "study/data/pocket")
-    shutil.copytree("begun-run", "study/runs/pocket-dflash-ce-seed1", symlinks=True)
+    cell = load_study("study.yaml").cells[0]
+    shutil.copytree("begun-run", Path("study/runs", cell.name), symlinks=True)
+    record = Path("study/runs", cell.name, "run.json")  # a run by another recipe would be refused
+    info = json.loads(record.read_text())
+    info["recipe"] |= cell.recipe.resolved().model_dump(mode="json", include=set(COMPARED))
+    record.write_text(json.dumps(info))
 
 
 def _succeed(*arguments: str) -> None:
