@@ -1,4 +1,4 @@
-"""What a finished run must share with its cell, and what a run's record adds to the cell's recipe."""
+"""A finished run shares its recipe with its cell; a run's record may add to it."""
 
 import pytest
 

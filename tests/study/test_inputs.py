@@ -1,4 +1,4 @@
-"""What a study reads is checked before it trains: tasks, folders of prompts, and the package that downloads them."""
+"""A study checks what it reads before it trains: tasks, folders of prompts, and the package that downloads them."""
 
 import json
 import sys

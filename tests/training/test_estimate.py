@@ -56,7 +56,7 @@ def test_a_feature_cache_takes_what_was_said(tmp_path):
 
 
 def test_gradient_checkpointing_computes_the_layers_once_more():
-    """Of three passes over a layer, forward and two backward, it does four; the target and the heads are read once."""
+    """It takes four passes over a layer instead of three, forward and two backward; target and heads are read once."""
     recipe = load_recipe("qwen3-4b-dflash-bv")
     shape = target_shape(recipe.target.name, recipe.target.shape)
     with torch.device("meta"):

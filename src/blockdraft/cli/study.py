@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from blockdraft.study import Study
 
 CORES_OF_A_PROCESS = 4
-"""What a Slurm job asks for, for each of its processes: one computes, others read batches ahead and save."""
+"""A Slurm job asks for so many cores for each process: one computes, others read batches ahead and save."""
 
 
 def study(
@@ -178,10 +178,12 @@ def _show_slurm(study: "Study") -> None:
     import shlex
 
     cells = {cell.name for cell in study.recipe.cells}
-    jobs = sorted((job for job in study.jobs_left() if job.name in cells), key=lambda job: len(job.features_of))
-    builders = list(dict.fromkeys(name for job in jobs for name in job.features_of))
+    jobs = sorted(
+        (job for job in study.jobs_left() if job.name in cells), key=lambda job: len(job.features_of | job.needs)
+    )
+    builders = list(dict.fromkeys(name for job in jobs for name in job.features_of | job.needs))
     for job in jobs:
-        after = [f"--dependency=afterok:$features{builders.index(name)}" for name in job.features_of]
+        after = [f"--dependency=afterok:$features{builders.index(name)}" for name in job.features_of | job.needs]
         gpus = [] if study.device == "cpu" else [f"--gpus-per-node={job.num_processes}"]
         cores = f"--cpus-per-task={CORES_OF_A_PROCESS * job.num_processes}"
         options = [f"--job-name={job.name}", *gpus, cores, *after]

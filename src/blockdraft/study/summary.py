@@ -164,7 +164,7 @@ def _settings(study: StudyRecipe) -> list[tuple[Rule, TemperatureChoice, str]]:
         else:
             choices: tuple[tuple[TemperatureChoice, str], ...]
             choices = (("paper", "draft T=1"), ("best", "best draft T"), ("one-hot", "argmax drafts"))
-            if study.evaluation.draft_temperatures == [1.0]:  # none was sought
+            if set(study.evaluation.draft_temperatures or ()) == {1.0}:  # none was sought
                 choices = tuple(each for each in choices if each[0] != "best")
             found += [(rule, choice, f"T=1, {rule}, {words}") for choice, words in choices]
     return found
