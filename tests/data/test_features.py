@@ -141,9 +141,10 @@ def test_an_interrupted_build_goes_on(tmp_path, paths):
         build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8, on_tokens=interrupt)
     with pytest.raises(DataError, match="has 1 of 3 files"):
         CachedFeatures(tmp_path, target, paths, LAYERS)
-    first = (tmp_path / "features-00000.npy").stat().st_mtime_ns
+    (first,) = tmp_path.glob("features-*.npy")
+    written = first.stat().st_mtime_ns
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
-    assert (tmp_path / "features-00000.npy").stat().st_mtime_ns == first
+    assert first.stat().st_mtime_ns == written
     CachedFeatures(tmp_path, target, paths, LAYERS)
 
 
@@ -164,7 +165,7 @@ def test_a_cache_of_something_else_is_refused(tmp_path, paths):
     with pytest.raises(DataError, match=r"layers \[1, 3\] there, \[1, 2\] here"):
         CachedFeatures(tmp_path, target, paths, (1, 2))
     others = TextDataset.of([Completion("x", [1, 2], [3, 4], "stop")])
-    with pytest.raises(DataError, match="data"):
+    with pytest.raises(DataError, match="has 0 of 1 files of these texts"):
         CachedFeatures(tmp_path, target, others, LAYERS)
     with pytest.raises(DataError, match="dtype 'float64' there, 'float32' here"):
         build_cache(tmp_path, tiny_target(dtype=torch.float32), paths, LAYERS, max_bytes=10**8)
@@ -214,6 +215,48 @@ def test_one_cache_serves_every_split_of_its_texts(tmp_path, paths):
     assert (tmp_path / "features.json").read_bytes() == before
 
 
+def test_a_cache_grows_with_its_texts_and_serves_the_fewer_ones_still(tmp_path):
+    target, rng = tiny_target(), np.random.default_rng(1)
+    rows = [Completion("t", [5, 6], rng.integers(3, 40, 9).tolist(), "stop") for _ in range(11)]
+    fewer, more = TextDataset.of(rows[:6]), TextDataset.of(rows)
+    build_cache(tmp_path, target, fewer, LAYERS, max_bytes=10**8)
+    written = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.npy")}
+    build_cache(tmp_path, target, more, LAYERS, max_bytes=10**8)
+    # of texts 0-3, 4-5 the first file is kept and stands for both; then come 4-7 and 8-10
+    assert len(list(tmp_path.glob("*.npy"))) == 4
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in written} == written
+    for dataset in (fewer, more):
+        sampler = BatchSampler(dataset, num_texts=len(dataset), num_anchors=99, num_proposals=3, seed=0)
+        (part,) = partition(sampler.step(0, 0), 1, dataset)
+        batch = collate(part, dataset, 3)
+        ours, theirs = CachedFeatures(tmp_path, target, dataset, LAYERS)(batch), OnlineFeatures(target, LAYERS)(batch)
+        for span in batch.spans:
+            at = (span.row, slice(span.start, span.end))
+            torch.testing.assert_close(ours.hidden[at], theirs.hidden[at])
+            torch.testing.assert_close(ours.features[at], theirs.features[at])
+
+
+def test_texts_of_equal_tokens_and_other_bounds_are_other_texts(tmp_path):
+    target = tiny_target()
+    one, two = ([Completion("t", [5], each, "stop") for each in cut] for cut in ([[6, 7], [8]], [[6], [7, 5, 8]]))
+    first, second = TextDataset.of(one), TextDataset.of([two[0], Completion("t", [7], [5, 8], "stop")])
+    assert first.tokens.tolist() == second.tokens.tolist()
+    build_cache(tmp_path, target, first, LAYERS, max_bytes=10**8)
+    with pytest.raises(DataError, match="has 0 of 1 files"):
+        CachedFeatures(tmp_path, target, second, LAYERS)
+
+
+def test_what_a_cache_holds_of_other_texts_counts_towards_its_size(tmp_path, paths):
+    target = tiny_target()
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    others = TextDataset.of([Completion("x", [1, 2], [3, 4], "stop")])
+    with pytest.raises(DataError, match=r"beside .* of other texts in .*name another folder"):
+        build_cache(tmp_path, target, others, LAYERS, max_bytes=len(paths.tokens) * 3 * 32 * 8)
+    build_cache(tmp_path, target, others, LAYERS, max_bytes=10**8)
+    CachedFeatures(tmp_path, target, others, LAYERS)
+    CachedFeatures(tmp_path, target, paths, LAYERS)
+
+
 def test_a_cache_that_would_be_too_large_is_refused_before_it_is_begun(tmp_path, paths):
     target = tiny_target()
     needed = len(paths.tokens) * 3 * 32 * 8
@@ -228,11 +271,11 @@ def test_a_cache_that_would_be_too_large_is_refused_before_it_is_begun(tmp_path,
 def test_damage_is_found(tmp_path, paths):
     target = tiny_target()
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
-    file = tmp_path / "features-00001.npy"
+    file = sorted(tmp_path.glob("features-*.npy"))[1]
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DataError, match=r"features-00001.npy is not as it was written"):
+    with pytest.raises(DataError, match=f"{file.name} is not as it was written"):
         CachedFeatures(tmp_path, target, paths, LAYERS)
     (tmp_path / "features.json").write_text("{")
     with pytest.raises(DataError, match="is damaged"):
@@ -243,7 +286,7 @@ def test_a_file_made_anew_takes_its_old_place(tmp_path, paths):
     target = tiny_target()
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
     index = json.loads((tmp_path / "features.json").read_text())
-    del index["files"]["features-00000.npy"]
+    del index["files"][min(index["files"])]
     (tmp_path / "features.json").write_text(json.dumps(index))
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
     (part,) = partition(BatchSampler(paths, num_texts=11, num_anchors=99, num_proposals=3, seed=0).step(0, 0), 1, paths)

@@ -1,11 +1,13 @@
 """Compute what a drafter reads of its target, beside the trainer, or once to be kept on disk.
 
-A cache ties itself to the fingerprint of the target, its layers and precision, and to the texts; its files are
-checksummed and mapped into memory. It covers a whole data folder, so that runs with other held-out texts share it.
+A cache ties itself to the fingerprint of the target, its layers and precision. Its files are named after the texts that
+they cover, so a data folder that grew keeps the features it has; they are checksummed and mapped into memory. It covers
+whole data folders, so that runs with other held-out texts share it.
 For a drafter over fewer tokens it also holds the target's normalizer: log Z and argmax of the whole vocabulary at
 every position, so that training runs both heads over the drafter's tokens alone.
 """
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,7 +29,7 @@ from blockdraft.files import atomic_write, read_model, refuse_full_disk, sha256,
 from blockdraft.targets import Normalizer, Span, Target, TargetOutput, fingerprint
 
 INDEX = "features.json"
-FileName = Annotated[str, StringConstraints(pattern=r"^(features|normalizer)-\d{5,}\.npy$")]
+FileName = Annotated[str, StringConstraints(pattern=r"^(features|normalizer)-[0-9a-f]{16}\.npy$")]
 TEXTS_PER_FILE = 256
 TOKENS_PER_PASS = 4096
 READERS = 4
@@ -100,14 +102,15 @@ class CachedFeatures(Features):
         self.folder, self.hidden_size = Path(folder), target.hidden_size
         self.dataset, self._rows = dataset.whole
         index = CacheIndex.read(self.folder)
-        identity = cache_identity(target, self.dataset, layers, normalizer_temperature)
+        identity = cache_identity(target, layers, normalizer_temperature)
         refuse_other_identity(self.folder, _comparable_identity(index.identity, identity), identity)
-        names = _file_names(len(_files(self.dataset)), normalizer_temperature)
-        missing = [name for name in names if name not in index.files]
-        if missing:
-            have = len(names) - len(missing)
-            raise DataError(f"{folder} has {have} of {len(names)} files; build the cache to its end first")
-        check_files(self.folder, index.files, REPAIR)
+        names = _file_names(self.dataset, normalizer_temperature)
+        there = {name: index.files[name] for name in names if name in index.files}
+        if len(there) < len(set(names)):
+            raise DataError(
+                f"{folder} has {len(there)} of {len(set(names))} files of these texts; build the cache to its end first"
+            )
+        check_files(self.folder, there, REPAIR)
         self.width = (1 + len(layers)) * target.hidden_size
         self.device, self.dtype = target.device, target.dtype
         self._readers = ThreadPoolExecutor(READERS, "features")
@@ -145,7 +148,7 @@ class CachedFeatures(Features):
         maps: list[NDArray[Any]] = []
         if not names:
             return maps  # a drafter over the whole vocabulary needs no normalizers
-        for name, texts in zip(names, _files(self.dataset), strict=True):
+        for name, texts in zip(names, _groups(self.dataset), strict=True):
             wanted = (int(self.dataset.starts[texts.stop] - self.dataset.starts[texts.start]), *row)
             try:
                 found = np.load(self.folder / name, mmap_mode="r", allow_pickle=False)
@@ -167,14 +170,13 @@ class CachedFeatures(Features):
 
 
 def cache_identity(
-    target: Target, dataset: TextDataset, layers: Sequence[int], normalizer_temperature: float | None = None
+    target: Target, layers: Sequence[int], normalizer_temperature: float | None = None
 ) -> dict[str, Any]:
-    """Return what decides the cached numbers."""
+    """Return what decides the cached numbers, besides the texts."""
     identity = {
         "target": fingerprint(target),
         "dtype": str(target.dtype).split(".")[-1],
         "layers": list(layers),
-        "data": dataset.identity,
     }
     return identity if normalizer_temperature is None else identity | {"normalizer": normalizer_temperature}
 
@@ -199,19 +201,19 @@ def build_cache(
     normalizer_temperature: float | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> None:
-    """Run the target over all texts and keep what drafters read; resumes where it stopped.
+    """Run the target over all texts and keep what drafters read; resumes where it stopped, and grows with the texts.
 
-    Of a dataset that was split, the whole is kept. It is refused beforehand if it would take more than ``max_bytes``.
+    Of a dataset that was split, the whole is kept. It is refused beforehand if it would take more than ``max_bytes``,
+    together with what the folder holds of other texts.
     """
     folder, (dataset, _rows) = Path(folder), dataset.whole
-    refuse_large_cache(target, dataset, layers, max_bytes)
-    identity = cache_identity(target, dataset, layers, normalizer_temperature)
-    groups = _files(dataset)
+    refuse_large_cache(target, dataset, layers, max_bytes, folder)
+    identity = cache_identity(target, layers, normalizer_temperature)
     if (folder / INDEX).exists():
         index = CacheIndex.read(folder)
         normalizer_temperature = index.identity.get("normalizer", normalizer_temperature)
-        names = _file_names(len(groups), normalizer_temperature)
-        if _comparable_identity(index.identity, identity) == identity and set(index.files) == set(names):
+        names = _file_names(dataset, normalizer_temperature)
+        if _comparable_identity(index.identity, identity) == identity and set(names) <= set(index.files):
             return  # several runs may read one cache at once
     refuse_full_disk(folder, _bytes_to_write(folder, target, dataset, layers), "the target's features")
     with writing(folder):
@@ -221,8 +223,8 @@ def build_cache(
             normalizer_temperature = index.identity.get("normalizer", normalizer_temperature)
             refuse_other_identity(folder, _comparable_identity(index.identity, identity), identity)
             check_files(folder, index.files, REPAIR)
-        for number, texts in enumerate(groups):
-            features, normalizer = f"features-{number:05d}.npy", f"normalizer-{number:05d}.npy"
+        for texts in _groups(dataset):
+            features, normalizer = (f"{kind}-{_digest(dataset, texts)}.npy" for kind in ("features", "normalizer"))
             if features not in index.files:
                 values, pairs = _run(target, dataset, texts, layers, normalizer_temperature)
                 found = {features: values.view(_storage(values.dtype)).numpy()}
@@ -240,19 +242,30 @@ def build_cache(
 def _bytes_to_write(folder: Path, target: Target, dataset: TextDataset, layers: Sequence[int]) -> int:
     """Return what is left to write of a cache, of which an earlier attempt may have written a part."""
     needed = cache_bytes(len(dataset.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
-    there = sum(file.stat().st_size for file in folder.glob("*.npy")) if folder.is_dir() else 0
-    return max(0, needed - there)
+    names = set(_file_names(dataset))
+    return max(0, needed - sum(size for name, size in _sizes(folder).items() if name in names))
 
 
-def refuse_large_cache(target: Target, dataset: TextDataset, layers: Sequence[int], max_bytes: int) -> None:
-    """Raise if a cache of the whole dataset would take more than ``max_bytes``."""
+def refuse_large_cache(
+    target: Target, dataset: TextDataset, layers: Sequence[int], max_bytes: int, folder: Path
+) -> None:
+    """Raise if a cache of the whole dataset, and what its folder holds of other texts, would exceed ``max_bytes``."""
     dataset, _rows = dataset.whole
     needed = cache_bytes(len(dataset.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
-    if needed > max_bytes:
+    names = set(_file_names(dataset))
+    others = sum(size for name, size in _sizes(folder).items() if name not in names)
+    if needed + others > max_bytes:
+        beside = f" beside {others / 2**30:.1f} GiB of other texts in {folder}" if others else ""
         raise DataError(
-            f"the features of {len(dataset.tokens):,} tokens take {needed / 2**30:.1f} GiB, more than the "
-            f"{max_bytes / 2**30:.1f} GiB allowed; train with online features, or allow more"
+            f"the features of {len(dataset.tokens):,} tokens take {needed / 2**30:.1f} GiB{beside}, more than the "
+            f"{max_bytes / 2**30:.1f} GiB allowed; train with online features, "
+            f"{'name another folder, ' if others else ''}or allow more with data.cache_gib"
         )
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of every file of features in a folder."""
+    return {file.name: file.stat().st_size for file in folder.glob("features-*.npy")}
 
 
 def _run(
@@ -275,13 +288,21 @@ def _run(
     return torch.cat(values), torch.cat(pairs) if pairs else None
 
 
-def _files(dataset: TextDataset) -> list[range]:
+def _groups(dataset: TextDataset) -> list[range]:
+    """Return the texts of each file."""
     return [range(start, min(start + TEXTS_PER_FILE, len(dataset))) for start in range(0, len(dataset), TEXTS_PER_FILE)]
 
 
-def _file_names(num: int, normalizer_temperature: float | None) -> list[str]:
+def _file_names(dataset: TextDataset, normalizer_temperature: float | None = None) -> list[str]:
     kinds = ["features"] if normalizer_temperature is None else ["features", "normalizer"]
-    return [f"{kind}-{number:05d}.npy" for kind in kinds for number in range(num)]
+    return [f"{kind}-{_digest(dataset, texts)}.npy" for kind in kinds for texts in _groups(dataset)]
+
+
+def _digest(dataset: TextDataset, texts: range) -> str:
+    """Return the name of some texts in a cache: a hash of their lengths and tokens."""
+    bounds = dataset.starts[texts.start : texts.stop + 1]
+    tokens = dataset.tokens[bounds[0] : bounds[-1]]
+    return hashlib.sha256(np.diff(bounds).tobytes() + tokens.tobytes()).hexdigest()[:16]
 
 
 def _normalizer_dtype(dtype: torch.dtype) -> torch.dtype:
