@@ -16,14 +16,14 @@ def test_the_folder_is_whole_and_sampled_at_temperature_1_over_the_whole_vocabul
     assert manifest.about.target == "smollm2"
     assert (manifest.identity.temperature, manifest.identity.top_k, manifest.identity.top_p) == (1.0, 0, 1.0)
     texts = open_dataset(FOLDER)  # checks every checksum
-    assert len(texts) == manifest.totals.rows == 2048
+    assert len(texts) == manifest.totals.rows == 6144
     assert int(texts.tokens.max()) < 49_152
     assert int(texts.response_lengths.max()) <= manifest.identity.max_new_tokens
 
 
 def test_the_readme_counts_prompts_by_source_and_tokens():
     readme = (FOLDER / "README.md").read_text()
-    listed = {name: int(num) for name, num in re.findall(r"\| `([\w.]+)` \| (\d+) \|", readme)}
+    listed = {name: int(num.replace(",", "")) for name, num in re.findall(r"\| `([\w.]+)` \| ([\d,]+) \|", readme)}
     found = Counter(row.id.rsplit("-", 1)[0] for row in read_completions(FOLDER))
     assert listed == found
     totals = read_manifest(FOLDER).totals
