@@ -134,7 +134,7 @@ class RunDynamics:
         self.name, self.run, self.target, self.protocol, self.folder = name, run, target, protocol, folder
         kept = run.recipe.logging.keep_epoch_checkpoints
         self.checkpoints = run.epoch_checkpoints() if kept else {}
-        self.obstacle = None if self.checkpoints else NO_EPOCHS
+        self.obstacle = self._missing_epochs() if self.checkpoints else NO_EPOCHS
 
     def measure(self, steps: Iterable[int]) -> Iterator[DynamicsPoint]:
         """Yield what was measured of these checkpoints; texts are opened only if there is something left to measure."""
@@ -153,6 +153,14 @@ class RunDynamics:
         num_texts, each = self.protocol.dynamics_texts, self.protocol.dynamics_blocks
         ordered = sorted(points, key=lambda point: point.step)
         return Dynamics(drafter=self.name, num_texts=num_texts, num_blocks=num_texts * each, points=ordered)
+
+    def _missing_epochs(self) -> str | None:
+        """Say which epochs before the newest one have no checkpoint any more; their curve would pass over them."""
+        each = self.run.info.steps_per_epoch
+        gone = [step // each for step in range(each, max(self.checkpoints), each) if step not in self.checkpoints]
+        if not gone:
+            return None
+        return f"the checkpoints of epochs {', '.join(map(str, gone))} are no longer in its run; put them back"
 
     def _settings(self, step: int) -> CheckpointSettings:
         recipe, protocol, weights = self.run.recipe, self.protocol, self.checkpoints[step] / WEIGHTS
