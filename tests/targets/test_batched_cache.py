@@ -1,6 +1,8 @@
 """Texts side by side give what each gives alone, whatever comes and goes."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -122,6 +124,24 @@ def test_more_texts_or_tokens_than_there_is_room_for_are_refused():
     slots.add([[3, 4, 5, 6]])
     with pytest.raises(ValueError, match="a text needs 5"):
         slots.step([3])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_keys_and_values_go_with_the_cache_and_do_not_wait_for_the_garbage_collector(own):
+    """Regenerating makes a cache for every shard; of many gigabytes, the next would not fit beside the last."""
+    target = tiny_target()
+    target.use_decoder = own
+    gc.disable()
+    try:
+        slots = BatchedKVCache(target, 2, 20)
+        slots.add([[1, 2], [3]])
+        slots.step([4, 5])
+        keys = [weakref.ref(layer.keys) for layer in slots._layers]
+        assert all(key() is not None for key in keys)
+        del slots
+        assert [key() for key in keys] == [None] * target.num_layers
+    finally:
+        gc.enable()
 
 
 def test_the_target_is_as_before_afterwards():

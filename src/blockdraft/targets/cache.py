@@ -1,6 +1,7 @@
 """Keep keys and values: of one text, with rollback by length, and of many texts side by side, one slot each."""
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -238,7 +239,8 @@ class _BatchedLayer(CacheLayerMixin):
 
     def __init__(self, slots: BatchedKVCache) -> None:
         super().__init__()
-        self.slots = slots
+        # a proxy: in a circle of references, gigabytes would wait for a collector that counts objects and not bytes
+        self.slots: BatchedKVCache = weakref.proxy(slots)
 
     @property
     def room(self) -> int:
