@@ -16,7 +16,7 @@ def test_the_folder_is_whole_and_sampled_at_temperature_1_over_the_whole_vocabul
     assert manifest.about.target == "smollm2"
     assert (manifest.identity.temperature, manifest.identity.top_k, manifest.identity.top_p) == (1.0, 0, 1.0)
     texts = open_dataset(FOLDER)  # checks every checksum
-    assert len(texts) == manifest.totals.rows == 6144
+    assert len(texts) == manifest.totals.rows == 8192
     assert int(texts.tokens.max()) < 49_152
     assert int(texts.response_lengths.max()) <= manifest.identity.max_new_tokens
 
