@@ -238,8 +238,8 @@ def test_a_cache_grows_with_its_texts_and_serves_the_fewer_ones_still(tmp_path):
 
 def test_texts_of_equal_tokens_and_other_bounds_are_other_texts(tmp_path):
     target = tiny_target()
-    one, two = ([Completion("t", [5], each, "stop") for each in cut] for cut in ([[6, 7], [8]], [[6], [7, 5, 8]]))
-    first, second = TextDataset.of(one), TextDataset.of([two[0], Completion("t", [7], [5, 8], "stop")])
+    first = TextDataset.of([Completion("t", [5], [6, 7], "stop"), Completion("t", [5], [8], "stop")])
+    second = TextDataset.of([Completion("t", [5], [6], "stop"), Completion("t", [7], [5, 8], "stop")])
     assert first.tokens.tolist() == second.tokens.tolist()
     build_cache(tmp_path, target, first, LAYERS, max_bytes=10**8)
     with pytest.raises(DataError, match="has 0 of 1 files"):
@@ -286,7 +286,7 @@ def test_a_file_made_anew_takes_its_old_place(tmp_path, paths):
     target = tiny_target()
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
     index = json.loads((tmp_path / "features.json").read_text())
-    del index["files"][min(index["files"])]
+    del index["files"][next(iter(index["files"]))]
     (tmp_path / "features.json").write_text(json.dumps(index))
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
     (part,) = partition(BatchSampler(paths, num_texts=11, num_anchors=99, num_proposals=3, seed=0).step(0, 0), 1, paths)

@@ -163,14 +163,15 @@ def test_what_stands_in_the_way_is_said_and_stored_and_no_more(kept, tmp_path, c
     assert {each.checkpoint for each in results.drafters} <= {"best", "last"}
 
 
-def test_an_epoch_that_is_gone_stands_in_the_way(kept, tmp_path):
+def test_an_epoch_that_is_gone_stands_in_the_way(kept, tmp_path, measured):
     copy(kept, tmp_path / "run")
     (candidate,) = of(tmp_path, "run")
     first = min(candidate.run.epoch_checkpoints().values())
     shutil.rmtree(first)
     found, obstacles = measure(of(tmp_path, "run"), tmp_path / "out")
     assert found == []
-    assert obstacles == {"run": "the checkpoints of epochs 1 are no longer in its run; put them back"}
+    assert obstacles == {"run": "its run has no checkpoint of epoch 1 any more; put it back, or train again"}
+    assert measured == []
 
 
 def test_data_that_is_gone_stands_in_the_way_of_what_was_not_measured(kept, tmp_path):

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 
 import pytest
 import yaml
@@ -377,6 +378,15 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     changed = load_study("s.yaml", ["objectives.bv.set=[drafter.num_proposals=3]"])
     with pytest.raises(StudyError, match=r"bv-seed1 was trained by another recipe: drafter differ"):
         Study(changed, "parts").is_trained(changed.cells[1])
+    target = study.cells[1].target
+    shutil.copytree(plan.data_folder(target), tmp_path / "given")
+    given = load_study("s.yaml", [f"targets.{target}.data=given"])
+    assert Study(given, "parts").is_trained(given.cells[1])
+    manifest = (tmp_path / "given" / "manifest.json").read_text()
+    checksum = next(iter(json.loads(manifest)["shards"].values()))["sha256"]
+    (tmp_path / "given" / "manifest.json").write_text(manifest.replace(checksum, "0" * 64))  # as if they had grown
+    with pytest.raises(StudyError, match=r"bv-seed1 was trained on other texts than given holds now"):
+        Study(given, "parts").is_trained(given.cells[1])
     free = ["batch.gradient_accumulation_steps=2", "runtime.gradient_checkpointing=true"]
     split = load_study("s.yaml", [f"objectives.lk={{recipe: lk, set: [{','.join(free)}]}}", "hardware.devices=2"])
     assert Study(split, "parts").run().wins.keys() == {"bv", "lk"}  # how a step is computed may change

@@ -207,7 +207,7 @@ def build_cache(
     together with what the folder holds of other texts.
     """
     folder, (dataset, _rows) = Path(folder), dataset.whole
-    refuse_large_cache(target, dataset, layers, max_bytes, folder)
+    refuse_large_cache(target, dataset, layers, max_bytes)
     identity = cache_identity(target, layers, normalizer_temperature)
     if (folder / INDEX).exists():
         index = CacheIndex.read(folder)
@@ -215,6 +215,7 @@ def build_cache(
         names = _file_names(dataset, normalizer_temperature)
         if _comparable_identity(index.identity, identity) == identity and set(names) <= set(index.files):
             return  # several runs may read one cache at once
+    refuse_large_cache(target, dataset, layers, max_bytes, folder)
     refuse_full_disk(folder, _bytes_to_write(folder, target, dataset, layers), "the target's features")
     with writing(folder):
         index = CacheIndex(identity=identity)
@@ -247,13 +248,13 @@ def _bytes_to_write(folder: Path, target: Target, dataset: TextDataset, layers: 
 
 
 def refuse_large_cache(
-    target: Target, dataset: TextDataset, layers: Sequence[int], max_bytes: int, folder: Path
+    target: Target, dataset: TextDataset, layers: Sequence[int], max_bytes: int, folder: Path | None = None
 ) -> None:
-    """Raise if a cache of the whole dataset, and what its folder holds of other texts, would exceed ``max_bytes``."""
+    """Raise if a cache of the whole dataset, and what a folder holds of other texts, would exceed ``max_bytes``."""
     dataset, _rows = dataset.whole
     needed = cache_bytes(len(dataset.tokens), target.hidden_size, len(layers), target.dtype.itemsize)
     names = set(_file_names(dataset))
-    others = sum(size for name, size in _sizes(folder).items() if name not in names)
+    others = 0 if folder is None else sum(size for name, size in _sizes(folder).items() if name not in names)
     if needed + others > max_bytes:
         beside = f" beside {others / 2**30:.1f} GiB of other texts in {folder}" if others else ""
         raise DataError(
@@ -265,7 +266,7 @@ def refuse_large_cache(
 
 def _sizes(folder: Path) -> dict[str, int]:
     """Return the bytes of every file of features in a folder."""
-    return {file.name: file.stat().st_size for file in folder.glob("features-*.npy")}
+    return {file.name: file.stat().st_size for file in folder.glob("features-*.npy") if file.is_file()}
 
 
 def _run(

@@ -4,6 +4,7 @@
 earlier versions wrote in the same format are read as well.
 """
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -177,6 +178,11 @@ class Manifest(_Strict):
     def complete(self) -> bool:
         """Tell whether every shard is there."""
         return len(self.shards) == self.num_shards
+
+    @property
+    def texts_identity(self) -> str:
+        """Give a hash of the rows of all shards that are there."""
+        return hashlib.sha256("/".join(shard.sha256 for shard in self.shards.values()).encode()).hexdigest()[:16]
 
     @property
     def totals(self) -> Totals:

@@ -246,12 +246,11 @@ def open_dataset(folder: str | Path, target: Target | None = None, *, partial: b
     if target is not None and tokens and max(int(part.max()) for part in tokens) >= target.vocab_size:
         raise DataError(f"{folder} holds token ids beyond the {target.vocab_size} of {target.name}; {REPAIR}")
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-    digest = hashlib.sha256("/".join(shard.sha256 for shard in manifest.shards.values()).encode())
     return TextDataset(
         np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         np.array([len(prompt) for prompt in prompts], dtype=np.int64),
-        digest.hexdigest()[:16],
+        manifest.texts_identity,
         manifest,
         prompt_numbers=_numbered(map(prompt_id_of, ids)) if ids else None,
     )

@@ -7,7 +7,7 @@ The checkpoints are shared out over the processes. What one of them measured is 
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -133,8 +133,9 @@ class RunDynamics:
     def __init__(self, name: str, run: Run, target: Target, protocol: Protocol, folder: Path) -> None:
         self.name, self.run, self.target, self.protocol, self.folder = name, run, target, protocol, folder
         kept = run.recipe.logging.keep_epoch_checkpoints
-        self.checkpoints = run.epoch_checkpoints() if kept else {}
-        self.obstacle = self._missing_epochs() if self.checkpoints else NO_EPOCHS
+        found = run.epoch_checkpoints() if kept else {}
+        self.obstacle = _missing_epochs(run, found) if found else NO_EPOCHS
+        self.checkpoints = found if self.obstacle is None else {}
 
     def measure(self, steps: Iterable[int]) -> Iterator[DynamicsPoint]:
         """Yield what was measured of these checkpoints; texts are opened only if there is something left to measure."""
@@ -153,14 +154,6 @@ class RunDynamics:
         num_texts, each = self.protocol.dynamics_texts, self.protocol.dynamics_blocks
         ordered = sorted(points, key=lambda point: point.step)
         return Dynamics(drafter=self.name, num_texts=num_texts, num_blocks=num_texts * each, points=ordered)
-
-    def _missing_epochs(self) -> str | None:
-        """Say which epochs before the newest one have no checkpoint any more; their curve would pass over them."""
-        each = self.run.info.steps_per_epoch
-        gone = [step // each for step in range(each, max(self.checkpoints), each) if step not in self.checkpoints]
-        if not gone:
-            return None
-        return f"the checkpoints of epochs {', '.join(map(str, gone))} are no longer in its run; put them back"
 
     def _settings(self, step: int) -> CheckpointSettings:
         recipe, protocol, weights = self.run.recipe, self.protocol, self.checkpoints[step] / WEIGHTS
@@ -184,6 +177,15 @@ class RunDynamics:
         return training, fixed_blocks(
             training, protocol.dynamics_texts, protocol.dynamics_blocks, num_proposals, CONTEXTS_SEED
         )
+
+
+def _missing_epochs(run: Run, found: Mapping[int, Path]) -> str | None:
+    """Say which epochs before a run's newest checkpoint have none any more: the curve would pass over them."""
+    each = run.info.steps_per_epoch
+    gone = [str(step // each) for step in range(each, max(run.checkpoints()), each) if step not in found]
+    return (
+        f"its run has no checkpoint of epoch {', '.join(gone)} any more; put it back, or train again" if gone else None
+    )
 
 
 def training_dynamics(

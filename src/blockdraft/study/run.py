@@ -171,7 +171,8 @@ class Study:
     def is_trained(self, cell: StudyCell) -> bool:
         """Return whether a cell's last checkpoint is the end of its training.
 
-        A run by other settings is refused: a shipped recipe may have changed since the study was begun.
+        A run by other settings or of other texts is refused: a shipped recipe may have changed since the study was
+        begun, and a data folder may have grown.
         """
         if not Run.is_run(self.run_folder(cell)):
             return False
@@ -181,6 +182,12 @@ class Study:
             raise StudyError(
                 f"{run.folder} was trained by another recipe: {', '.join(differ)} differ. Choose another --out, or set "
                 "what it was trained with"
+            )
+        given = self.recipe.targets[cell.target].data
+        if given is not None and (given / MANIFEST).exists() and read_manifest(given).texts_identity != run.info.data:
+            raise StudyError(
+                f"{run.folder} was trained on other texts than {given} holds now, so that its figures would not be "
+                "comparable with new ones. Choose another --out, or put the texts back"
             )
         return run.info.num_steps in run.checkpoints()
 

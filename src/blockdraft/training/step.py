@@ -119,7 +119,7 @@ def make_features(
         return OnlineFeatures(target, layers, normalizer_temperature)
     assert data.cache is not None
     max_bytes = int(data.cache_gib * 2**30)
-    refuse_large_cache(target, dataset, layers, max_bytes, data.cache)
+    refuse_large_cache(target, dataset, layers, max_bytes)
     done = 0
 
     def count(tokens: int) -> None:

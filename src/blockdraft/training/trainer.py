@@ -118,6 +118,12 @@ class Trainer:
             self.sampler, rank=self.distributed.rank, world_size=self.distributed.world_size,
             accumulation=recipe.batch.gradient_accumulation_steps, prepare=self._prepare,
         )  # fmt: skip
+        info = RunInfo(
+            recipe=self.recipe, target=RunTarget(name=target.name, fingerprint=target_fingerprint),
+            data=dataset.identity, num_steps=self.num_steps, steps_per_epoch=self.sampler.steps_per_epoch,
+            drafter=self.config.to_dict(), provenance=Provenance.here(),
+        )  # fmt: skip
+        _refuse_another_run(Path(folder), info)  # before hours are spent on features
         temperature = self.objective.temperature
         self.features = make_features(
             self.recipe, target, training, self.config.target_layers,
@@ -132,11 +138,6 @@ class Trainer:
         """Floating-point operations of one step, all processes together."""
         self.step, self.best_step, self.best_length = 0, 0, -1.0
         self._asked_to_stop = self._stop_is_asked_for = False
-        info = RunInfo(
-            recipe=self.recipe, target=RunTarget(name=target.name, fingerprint=target_fingerprint),
-            data=dataset.identity, num_steps=self.num_steps, steps_per_epoch=self.sampler.steps_per_epoch,
-            drafter=self.config.to_dict(), provenance=Provenance.here(),
-        )  # fmt: skip
         self.run = self._open_run(Path(folder), info)
         self._bad_steps = torch.zeros(2, dtype=torch.long, device=self.distributed.device)
         """The first steps whose loss and gradient norm were not finite, 0 for none; on the device, until it is read."""
@@ -318,17 +319,8 @@ class Trainer:
         """Load the last checkpoint of a run that is there, or write down what this one is."""
         if Run.is_run(folder):
             run = Run.open(folder)
-            wrong = info.differences(run.info)
-            if wrong:
-                raise RecipeError(
-                    f"{folder} holds a run of something else: {', '.join(wrong)} differ. Choose another --out"
-                )
             self._resume(run)
         else:
-            if os.path.lexists(folder / "steps"):
-                raise RunError(
-                    f"{folder} has checkpoints but no run.json to say what they belong to; choose another --out"
-                )
             run = Run.create(folder, info) if self.distributed.is_main else Run(folder, info)
         self.distributed.barrier()
         return run
@@ -392,3 +384,15 @@ def _refuse_other_sampling(recipe: Recipe, objective: Objective, dataset: TextDa
             f"{recipe.data.path} was sampled with {asdict(manifest.identity.sampling)}, but the objective assumes "
             f"temperature {objective.temperature:g} over the whole vocabulary; regenerate the data that way"
         )
+
+
+def _refuse_another_run(folder: Path, info: RunInfo) -> None:
+    """Raise if a folder holds a run that this one does not go on with."""
+    if Run.is_run(folder):
+        wrong = info.differences(Run.open(folder).info)
+        if wrong:
+            raise RecipeError(
+                f"{folder} holds a run of something else: {', '.join(wrong)} differ. Choose another --out"
+            )
+    elif os.path.lexists(folder / "steps"):
+        raise RunError(f"{folder} has checkpoints but no run.json to say what they belong to; choose another --out")
