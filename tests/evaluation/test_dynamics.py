@@ -1,5 +1,6 @@
 """Training dynamics: those of fixed blocks, measured once, shared out; what stands in the way is said."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from blockdraft.evaluation import (
     load_candidates,
     read_results,
 )
-from blockdraft.evaluation.dynamics import NO_EPOCHS, fixed_blocks, measure_checkpoint, training_dynamics
+from blockdraft.evaluation.dynamics import NO_EPOCH_YET, NO_EPOCHS, fixed_blocks, measure_checkpoint, training_dynamics
 
 import runs
 from evaluating import B, bigram_target, equal_drafter, tasks
@@ -171,6 +172,14 @@ def test_an_epoch_that_is_gone_stands_in_the_way(kept, tmp_path, measured):
     found, obstacles = measure(of(tmp_path, "run"), tmp_path / "out")
     assert found == []
     assert obstacles == {"run": "its run has no checkpoint of epoch 1 any more; put it back, or train again"}
+    assert measured == []
+
+
+def test_a_run_within_its_first_epoch_has_no_dynamics_yet(kept, tmp_path, measured):
+    copy(kept, tmp_path / "run")
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(info | {"steps_per_epoch": 1000, "num_steps": 2000}))
+    assert measure(of(tmp_path, "run"), tmp_path / "out") == ([], {"run": NO_EPOCH_YET})
     assert measured == []
 
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import yaml
 
-from blockdraft.cli.study import _visible_gpus
+from blockdraft.cli.study import _show_slurm, _visible_gpus
 from blockdraft.data import DataError
 from blockdraft.recipes import RecipeError
 from blockdraft.study import Study, StudyError, load_study, shipped_studies
@@ -176,6 +176,26 @@ def test_a_shared_cache_is_built_by_a_cell_that_needs_its_normalizers(tmp_path):
     builders = {job.name: job.features_of for job in study.jobs_left()}
     assert builders["pocket-dflash-ce-seed1"] == {"pocket-dflash-bv-seed1"}
     assert builders["pocket-dflash-bv-seed1"] == set()
+
+
+def test_builders_of_different_texts_in_one_cache_wait_for_each_other(tmp_path, capsys):
+    (tmp_path / "s.yaml").write_text(TINY)
+    other = "targets.other={recipe: pocket, prompts: pocket, num_prompts: 48, max_new_tokens: 24}"
+    recipe = load_study(tmp_path / "s.yaml", [other, "set=[data.features=cached,data.cache=shared]"])
+    study = Study(recipe, tmp_path / "out")
+    first, reader, second, its_reader = (cell.name for cell in recipe.cells)
+    assert {job.name: job.features_of for job in study.jobs_left() if job.name in {c.name for c in recipe.cells}} == {
+        first: set(), reader: {first}, second: {first}, its_reader: {second},
+    }  # fmt: skip
+    _show_slurm(study)
+    lines = capsys.readouterr().out.splitlines()
+    named = [next(name for name in (first, reader, second, its_reader) if f"={name} " in line) for line in lines]
+    assert named == [first, reader, second, its_reader]
+    assert lines[0].startswith("features0=$(")
+    assert "afterok:$features0" in lines[1]
+    assert lines[2].startswith("features1=$(")
+    assert "afterok:$features0" in lines[2]
+    assert "afterok:$features1" in lines[3]
 
 
 def test_a_cell_starts_beside_the_one_that_builds_its_features_once_they_are_built(tmp_path, monkeypatch):

@@ -178,9 +178,13 @@ def _show_slurm(study: "Study") -> None:
     import shlex
 
     cells = {cell.name for cell in study.recipe.cells}
-    jobs = sorted(
-        (job for job in study.jobs_left() if job.name in cells), key=lambda job: len(job.features_of | job.needs)
-    )
+    found = {job.name: job for job in study.jobs_left() if job.name in cells}
+
+    def num_before(name: str) -> int:
+        job = found[name]
+        return sum(1 + num_before(other) for other in job.features_of | job.needs)
+
+    jobs = [found[name] for name in sorted(found, key=num_before)]
     builders = list(dict.fromkeys(name for job in jobs for name in job.features_of | job.needs))
     for job in jobs:
         after = [f"--dependency=afterok:$features{builders.index(name)}" for name in job.features_of | job.needs]

@@ -42,6 +42,7 @@ CONTEXTS_SEED = 0
 trained on, so runs share them if they trained on the same texts: the same data, held-out texts and seed."""
 
 NO_EPOCHS = "its run did not keep the checkpoint of every epoch; train with logging.keep_epoch_checkpoints=true"
+NO_EPOCH_YET = "its run has not come to the end of an epoch"
 
 
 def fixed_blocks(
@@ -134,7 +135,7 @@ class RunDynamics:
         self.name, self.run, self.target, self.protocol, self.folder = name, run, target, protocol, folder
         kept = run.recipe.logging.keep_epoch_checkpoints
         found = run.epoch_checkpoints() if kept else {}
-        self.obstacle = _missing_epochs(run, found) if found else NO_EPOCHS
+        self.obstacle = _missing_epochs(run, found) if kept else NO_EPOCHS
         self.checkpoints = found if self.obstacle is None else {}
 
     def measure(self, steps: Iterable[int]) -> Iterator[DynamicsPoint]:
@@ -180,12 +181,12 @@ class RunDynamics:
 
 
 def _missing_epochs(run: Run, found: Mapping[int, Path]) -> str | None:
-    """Say which epochs before a run's newest checkpoint have none any more: the curve would pass over them."""
+    """Say which epochs before a run's newest checkpoint have none any more, or that none has ended."""
     each = run.info.steps_per_epoch
     gone = [str(step // each) for step in range(each, max(run.checkpoints()), each) if step not in found]
-    return (
-        f"its run has no checkpoint of epoch {', '.join(gone)} any more; put it back, or train again" if gone else None
-    )
+    if gone:
+        return f"its run has no checkpoint of epoch {', '.join(gone)} any more; put it back, or train again"
+    return None if found else NO_EPOCH_YET
 
 
 def training_dynamics(

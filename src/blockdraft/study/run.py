@@ -279,7 +279,7 @@ class Study:
             cells = [cell for cell in untrained if cell.seed == seed]
             for cell in cells:
                 cache = self.cache_folder(cell)
-                builder = frozenset(builders.get(cache, set[str]()) - {cell.name})
+                builder = builders.get(cell.name, frozenset[str]())
                 if any(Run.is_run(self.out / "runs" / name) for name in builder) and not (cache / INDEX).exists():
                     jobs.append(replace(self.training_job(cell), needs=builder))  # its features were taken away
                 else:
@@ -290,17 +290,29 @@ class Study:
                     jobs.append(replace(self.evaluation_job(target, seed), needs=needs))
         return jobs
 
-    def _cache_builders(self, untrained: Sequence[StudyCell]) -> dict[Path, set[str]]:
-        """Return, for each feature cache that no trained cell has read, the name of the cell that builds it.
+    def _cache_builders(self, untrained: Sequence[StudyCell]) -> dict[str, frozenset[str]]:
+        """Return, for each cell that reads cached features, the cell that must have built its own before.
 
-        A cell over fewer tokens goes first, since it also needs the target's normalizers.
+        One cell builds the features of some texts, unless a trained one has read them; the others that read them wait
+        for it. Where different texts have a cache in common, their builders wait for each other. A cell over fewer
+        tokens goes first, since it also needs the target's normalizers.
         """
-        builders = dict[Path, set[str]]()
+
+        def features(cell: StudyCell) -> tuple[Path, Path]:
+            return self.cache_folder(cell), self.data_folder(cell.target)
+
+        trained = {features(cell) for cell in self.recipe.cells if cell not in untrained}
+        builders, last, waits_for = dict[tuple[Path, Path], str](), dict[Path, str](), dict[str, frozenset[str]]()
         for cell in sorted(untrained, key=lambda each: each.recipe.drafter.vocab_size is None):
-            if cell.recipe.data.features == "cached":
-                builders.setdefault(self.cache_folder(cell), {cell.name})
-        trained = {self.cache_folder(cell) for cell in self.recipe.cells if cell not in untrained}
-        return {folder: names for folder, names in builders.items() if folder not in trained}
+            wanted = features(cell)
+            if cell.recipe.data.features != "cached" or wanted in trained:
+                continue
+            cache, _texts = wanted
+            before = builders.get(wanted) or last.get(cache)
+            if wanted not in builders:
+                builders[wanted] = last[cache] = cell.name
+            waits_for[cell.name] = frozenset() if before is None else frozenset({before})
+        return waits_for
 
     def _evaluations(self, *seeds: int) -> set[str]:
         """Return the names of the evaluations of some seeds."""
