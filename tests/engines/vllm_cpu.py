@@ -20,21 +20,22 @@ QUESTIONS = (
 )
 
 
-def run_vllm(folder, target, speculative, prompts, *, repair=False, **sampling):
-    """vLLM's tokens and counters; or what it said, if it did not start.
+def run_vllm(folder, target, speculative, prompts, *, one_by_one=False, repair=False, **sampling):
+    """vLLM's tokens, seconds and counters; or what it said, if it did not start.
 
     Args:
         folder: for the files of the exchange.
         target: a Hugging Face folder.
         speculative: its --speculative-config, or None.
         prompts: token ids.
+        one_by_one: a batch of one instead of all prompts at once.
         repair: mend the CPU runner's temperatures first; see vllm_generate.py.
         sampling: fields of its SamplingParams.
     """
     job, result = folder / "job.json", folder / "result.json"
     result.unlink(missing_ok=True)
     values = {"target": str(target), "speculative": speculative, "prompts": prompts, "sampling": sampling}
-    job.write_text(json.dumps(values | {"repair": repair}))
+    job.write_text(json.dumps(values | {"one_by_one": one_by_one, "repair": repair}))
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }  # fmt: skip
