@@ -219,8 +219,9 @@ def test_one_hot_drafts_are_decoded_under_both_sampled_rules(tmp_path):
 def test_drafters_are_compared_on_the_same_prompts(tmp_path):
     target = bigram_target(eos=EOS)
     drafters = {"unsure": sharpened_drafter(target, 0.6), "flash": tiny_drafter("dflash", target)}
+    drafters["equal"] = equal_drafter(target)
     short = Protocol(max_new_tokens=16, num_bootstrap=50, num_traces=0, draft_temperatures=(0.6, 1.0))
-    results = evaluate(target, drafters | {"equal": equal_drafter(target)}, tmp_path, short)
+    results = evaluate(target, drafters, tmp_path, short)
     assert {(each.drafter, each.baseline) for each in results.comparisons} == {("equal", "unsure")}  # by kind
     averages = {(each.drafter, each.rule, each.choice): each for each in results.averages}
     seen = set()
@@ -241,6 +242,16 @@ def test_drafters_are_compared_on_the_same_prompts(tmp_path):
         c for c in results.comparisons if (c.rule, c.choice, c.quantity) == ("block", "paper", "predicted_length")
     )
     assert gain.ratio.low > 1
+    written = lines_of(tmp_path)
+    turned = evaluate(target, drafters, tmp_path, replace(short, baselines=("equal", "flash")))
+    assert lines_of(tmp_path) == written  # nothing is decoded again
+    assert {(each.drafter, each.baseline) for each in turned.comparisons} == {("unsure", "equal")}
+    back = next(
+        c for c in turned.comparisons if (c.rule, c.choice, c.quantity) == (gain.rule, gain.choice, gain.quantity)
+    )
+    assert back.ratio.value == pytest.approx(1 / gain.ratio.value)
+    with pytest.raises(EvaluationError, match="the baseline 'lk' is none of the drafters: unsure, flash"):
+        evaluate(target, drafters, tmp_path / "unknown", replace(short, baselines=("lk",)))
 
 
 def test_the_profile_is_that_of_the_results(finished):

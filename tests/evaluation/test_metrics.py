@@ -13,7 +13,7 @@ from blockdraft.evaluation.metrics import (
     GenerationRecord,
     RecordFiles,
     Sums,
-    baseline_of,
+    baselines_of,
     conditional,
     mean_over_tasks,
     paired_ratio,
@@ -184,15 +184,26 @@ def test_a_damaged_record_is_named(tmp_path, line, message):
         list(RecordFiles(tmp_path, 0).read())
 
 
-def test_a_drafter_is_compared_with_the_ce_of_its_own_budget():
-    def trained(kind, objective, budget):
-        config = SimpleNamespace(kind=kind)
-        return SimpleNamespace(drafter=SimpleNamespace(config=config), objective=objective, budget=budget)
+def trained(kind, objective, budget=None, name=None):
+    config = SimpleNamespace(kind=kind)
+    return SimpleNamespace(drafter=SimpleNamespace(config=config), objective=objective, budget=budget, name=name)
 
+
+def test_a_drafter_is_compared_with_the_ce_of_its_own_budget():
     short, long = {"optimizer": 700}, {"optimizer": 9000}
     ce, bv, long_ce, long_bv = (trained("dflash", o, b) for b in (short, long) for o in ("ce", "bv"))
     kl, dspark, stranger = trained("dflash", "kl", {}), trained("dspark", "bv", long), trained("dflash", None, None)
     everyone = [kl, ce, bv, long_ce, long_bv, dspark, stranger]
-    for drafter, baseline in ((bv, ce), (long_bv, long_ce), (kl, ce), (stranger, ce), (dspark, dspark), (ce, ce)):
-        assert baseline_of(drafter, everyone) is baseline
-    assert baseline_of(bv, [kl, bv]) is kl
+    for drafter, baseline in ((bv, ce), (long_bv, long_ce), (kl, ce), (stranger, ce)):
+        assert baselines_of(drafter, everyone) == [baseline]
+    assert baselines_of(dspark, everyone) == baselines_of(ce, everyone) == []
+    assert baselines_of(bv, [kl, bv]) == [kl]
+
+
+def test_drafters_are_compared_with_the_baselines_that_are_asked_for():
+    ce, lk, bv = everyone = [trained("dspark", each, name=each) for each in ("ce", "lk", "bv")]
+    flash = trained("dflash", "bv", name="flash")
+    assert baselines_of(bv, everyone, ["lk"]) == baselines_of(flash, [*everyone, flash], ["lk"]) == [lk]
+    assert baselines_of(lk, everyone, ["lk"]) == []
+    assert baselines_of(bv, everyone, ["lk", "ce"]) == [ce, lk]  # in the order of the drafters
+    assert baselines_of(bv, [*everyone, flash], ["flash", "lk"]) == [lk]  # its own kind goes first

@@ -88,6 +88,14 @@ def evaluate(
         ),
     ] = None,
     num_proposals: NumProposals = None,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="The names of drafters to compare the others with, those of the same kind if there are any.",
+            show_default="the one trained with CE",
+        ),
+    ] = None,
     num_traces: Annotated[
         int, typer.Option(metavar="N", min=0, help="How many prompts of each task the report's block explorer shows.")
     ] = 2,
@@ -119,7 +127,7 @@ def evaluate(
         rules=as_rules([str(rule) for rule in rules or RuleName]), temperature=temperature,
         max_new_tokens=max_new_tokens, seed=seed, num_traces=num_traces, dynamics_texts=dynamics_texts,
         draft_temperatures=tuple(draft_temperatures) if draft_temperatures else GRID,
-        num_proposals=as_num_proposals(num_proposals), num_decoded=num_decoded,
+        num_proposals=as_num_proposals(num_proposals), num_decoded=num_decoded, baselines=tuple(baseline or ()),
     )  # fmt: skip
     chosen = load_tasks(tasks, folder=prompts, num_prompts=num_prompts, seed=seed)
     distributed = Distributed(device)

@@ -80,6 +80,10 @@ class Evaluation:
     ) -> None:
         if not candidates:
             raise EvaluationError("there is no drafter to evaluate")
+        names = [each.name for each in candidates]
+        unknown = [name for name in protocol.baselines if name not in names]
+        if unknown:
+            raise EvaluationError(f"the baseline {unknown[0]!r} is none of the drafters: {', '.join(names)}")
         num = protocol.num_proposals
         self.candidates = [each.with_proposals(num) if isinstance(num, int) else each for each in candidates]
         self.target, self.protocol, self.out = target, protocol, Path(out)

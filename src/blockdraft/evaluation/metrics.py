@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -266,36 +267,41 @@ class Assembly:
         return self._bootstraps[num_prompts, task]
 
     def _compare(self, samples: Mapping[DecodingSetup, list[dict[str, Numbers]]]) -> Iterator[PairedRatio]:
-        """Compare every drafter with the baseline of its kind; where no best is listed, the paper's is the best."""
+        """Compare every drafter with its baselines; where no best is listed, the paper's is the best."""
         drawn = {(setup.drafter, setup.rule, setup.choice): each for setup, each in samples.items()}
         choices: tuple[TemperatureChoice, ...] = ("paper", "best", "one-hot")
-        for candidate in self.candidates:
-            baseline = baseline_of(candidate, self.candidates)
-            if baseline is candidate:
-                continue
-            pair = (candidate.name, baseline.name)
-            for rule in self.protocol.rules:
-                for choice in choices:
-                    found = [drawn.get((name, rule, choice)) for name in pair]
-                    if not any(found):
-                        continue  # not measured, or the paper's setup is the best for both
-                    ours, theirs = (each or drawn[name, rule, "paper"] for each, name in zip(found, pair, strict=True))
-                    for quantity in COMPARED_QUANTITIES:
-                        ratio = paired_ratio([each[quantity] for each in ours], [each[quantity] for each in theirs])
-                        yield PairedRatio(
-                            drafter=candidate.name, baseline=baseline.name, rule=rule, choice=choice,
-                            quantity=quantity, ratio=ratio,
-                        )  # fmt: skip
+        pairs = [
+            (candidate.name, baseline.name)
+            for candidate in self.candidates
+            for baseline in baselines_of(candidate, self.candidates, self.protocol.baselines)
+        ]
+        for pair, rule, choice in product(pairs, self.protocol.rules, choices):
+            found = [drawn.get((name, rule, choice)) for name in pair]
+            if not any(found):
+                continue  # not measured, or the paper's setup is the best for both
+            ours, theirs = (each or drawn[name, rule, "paper"] for each, name in zip(found, pair, strict=True))
+            for quantity in COMPARED_QUANTITIES:
+                ratio = paired_ratio([each[quantity] for each in ours], [each[quantity] for each in theirs])
+                yield PairedRatio(
+                    drafter=pair[0], baseline=pair[1], rule=rule, choice=choice, quantity=quantity, ratio=ratio
+                )
 
 
-def baseline_of(candidate: Candidate, candidates: Sequence[Candidate]) -> Candidate:
-    """Return what a drafter is compared with: the first of its kind that was trained with CE, else the first.
+def baselines_of(candidate: Candidate, candidates: Sequence[Candidate], asked: Sequence[str] = ()) -> list[Candidate]:
+    """Return what a drafter is compared with, itself excepted.
 
-    If one of those was trained on the same budget (data, batches, optimizer and seed), it goes before all others.
+    These are the ``asked`` ones of its kind (DFlash or DSpark), or all that are asked for if none is of its kind. If
+    none is asked for, it is the first of its kind that was trained with CE, else the first; if one of those was
+    trained on the same budget (data, batches, optimizer and seed), it goes before all others.
     """
     alike = [each for each in candidates if each.drafter.config.kind == candidate.drafter.config.kind]
-    with_ce = [each for each in alike if each.objective == "ce"]
-    return next((each for each in with_ce if each.budget == candidate.budget), (with_ce or alike)[0])
+    if asked:
+        named = [each for each in candidates if each.name in asked]
+        found = [each for each in named if each in alike] or named
+    else:
+        with_ce = [each for each in alike if each.objective == "ce"]
+        found = [next((each for each in with_ce if each.budget == candidate.budget), (with_ce or alike)[0])]
+    return [each for each in found if each is not candidate]
 
 
 def _average(cells: Sequence[Cell], drawn: Sequence[dict[str, Numbers]]) -> Average:

@@ -57,6 +57,7 @@ class Protocol:
         whole blocks.
     num_decoded: prompts of each task that are also decoded, spread over the task; None for all. Predicted lengths,
         which cost far less, always use all prompts.
+    baselines: names of the drafters that others are compared with; none for those trained with CE.
     num_traces: prompts per task for the block explorer.
     dynamics_texts, dynamics_blocks: training texts, and full blocks of each, for the figure of training dynamics;
         no texts for no figure.
@@ -71,6 +72,7 @@ class Protocol:
     num_proposals: AskedProposals = None
     num_decoded: int | None = None
     num_bootstrap: int = 1000
+    baselines: tuple[str, ...] = ()
     num_traces: int = 2
     dynamics_texts: int = 512
     dynamics_blocks: int = 8

@@ -215,7 +215,8 @@ class Results(Strict):
 
     settings: temperature, max_new_tokens, seed, num_bootstrap and whatever else was asked for.
     provenance: versions, machine, threads, processes, GPU, start and end.
-    comparisons: every drafter with the baseline of its kind: the first one trained with CE, else the first one.
+    comparisons: every drafter with the baselines that were asked for, or with the one of its kind: the first one
+        trained with CE, else the first one.
     dynamics_obstacles: by drafter, why its training dynamics were not measured although they were asked for.
     """
 
