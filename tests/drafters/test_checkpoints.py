@@ -105,7 +105,10 @@ class TestFinding:
         with pytest.raises(CheckpointError, match=r"has checkpoints but no run\.json.* name one of them: .*/run/best"):
             find_drafter(run)
         (run / "run.json").write_text("{}")
-        assert find_drafter(run) == run / "best"
+        assert find_drafter(run) == find_drafter(f"{run}@best") == run / "best"
+        assert find_drafter(f"{run}@last") == run / "checkpoint"
+        with pytest.raises(CheckpointError, match=r"run@first: no such folder"):
+            find_drafter(f"{run}@first")
         best = load_file(run / "best" / "model.safetensors")
         assert torch.equal(load_drafter(run, target).fc.weight, best["fc.weight"])
         (run / "best" / "config.json").unlink()

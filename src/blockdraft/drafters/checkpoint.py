@@ -24,8 +24,8 @@ from blockdraft.targets.loading import refuse_unreachable_hub
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 HOLDS = f"a drafter's folder holds {CONFIG} and {WEIGHTS}"
-BEST_FIRST = ("best", "checkpoint")
-"""What a run's folder calls the checkpoint that did best on held-out texts, and the last one."""
+CHECKPOINTS = {"best": "best", "last": "checkpoint"}
+"""What a run's folder calls the checkpoint that did best on held-out texts, and the last one, by RUN@best and so on."""
 RUN = "run.json"
 """This file says of a folder that it is a run's."""
 
@@ -55,9 +55,9 @@ def load_drafter(
 
     Args:
         name_or_path: a drafter's folder, in our format or in one of z-lab, DeepSpec or the package speculators; a run's
-            folder, of which the best checkpoint is taken; the name of a drafter that comes with the package, such as
-            ``"pocket-dflash-bv"`` (a folder of that name here is ``"./pocket-dflash-bv"``); or the id of a repository
-            on the Hugging Face Hub, which is downloaded once.
+            folder, of which the best checkpoint is taken, or the last one as ``RUN@last``; the name of a drafter that
+            comes with the package, such as ``"pocket-dflash-bv"`` (a folder of that name here is
+            ``"./pocket-dflash-bv"``); or the id of a repository on the Hugging Face Hub, which is downloaded once.
         target: the model to draft for. Shapes must fit, and so must its fingerprint, if the drafter records one.
         dtype: of the weights; the target's unless given. Training asks for float32.
         same_target: refuse a drafter of another target of the same shapes. Pass False to start from one, for example
@@ -87,6 +87,9 @@ def find_drafter(name_or_path: str | Path) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _best(folder)
+    run, _, which = name.rpartition("@")
+    if which in CHECKPOINTS and (Path(run).expanduser() / RUN).exists():
+        return Path(run).expanduser() / CHECKPOINTS[which]
     if folder.exists():
         raise CheckpointError(f"{name} is a file; {HOLDS}")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(folder.parts[0]).exists():
@@ -104,7 +107,7 @@ def _best(folder: Path) -> Path:
     """Return the best checkpoint of a run's folder, and any other folder as it is."""
     if (folder / CONFIG).exists():
         return folder
-    found = next((folder / name for name in BEST_FIRST if (folder / name / CONFIG).exists()), None)
+    found = next((folder / name for name in CHECKPOINTS.values() if (folder / name / CONFIG).exists()), None)
     if found is not None and not (folder / RUN).exists():
         raise CheckpointError(
             f"{folder} has checkpoints but no {RUN}, so nobody knows of what; put it back, or name one of them: {found}"

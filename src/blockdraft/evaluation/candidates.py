@@ -269,8 +269,8 @@ def label_of(recipe: Recipe) -> str:
 
 def _recipe_in(initial: str) -> "Recipe | ShippedDrafter | None":
     """Return how the drafter that another one begins from was trained; None if its folder does not tell."""
-    folder = SHIPPED.get(initial, Path(initial))
     try:
+        folder = SHIPPED[initial] if initial in SHIPPED else _at(initial)[0]
         if Run.is_run(folder):
             return Run.open(folder).recipe
         found = Run.of_checkpoint(folder) if folder.exists() else None
