@@ -24,7 +24,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 NUM_ITERATIONS = 5
 
-LEAST_BFLOAT16_SIDE = 512
+LEAST_BFLOAT16_SIDE = 96
 """The short side of a matrix from which a CPU's bfloat16 products repay the conversions."""
 
 

@@ -145,3 +145,14 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UnsupportedTargetError, match="neither an embedded target"):
         load_target(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("vocab_size", [40, 256, 700])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_normalizer_is_log_z_and_argmax_of_the_whole_vocabulary(vocab_size, temperature):
+    model = tiny_target(vocab_size=vocab_size)
+    hidden = 9 * torch.randn(3, 7, model.hidden_size, generator=torch.Generator().manual_seed(1), dtype=model.dtype)
+    logits = model.logits(hidden)
+    found = model.normalizer(hidden, temperature)
+    torch.testing.assert_close(found.log_z, (logits / temperature).logsumexp(-1))
+    assert torch.equal(found.argmax, logits.argmax(-1))

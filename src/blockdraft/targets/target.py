@@ -21,6 +21,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 NORMALIZER_BYTES = 2**26
 """Size of the logits that `Target.normalizer` makes at once."""
 
+CPU_ROWS, RUN = 8, 256
+"""On a CPU, so many rows of logits are summed at a time, which its caches hold, in runs of so many tokens."""
+
 FEW_ROWS = 64
 """Up to this number of rows, a product with the head uses packed weights where there are any."""
 
@@ -240,9 +243,8 @@ class Target:
         num_rows = max(1, NORMALIZER_BYTES // (self.vocab_size * dtype.itemsize))
         for start in range(0, len(rows), num_rows):
             part = slice(start, start + num_rows)
-            logits = self.logits(rows[part].to(self.dtype)).to(dtype)
-            argmax[part] = logits.argmax(-1)
-            log_z[part] = (logits / temperature).logsumexp(-1)
+            logits = self.logits(rows[part].to(self.dtype))
+            log_z[part], argmax[part] = _normalize(logits, temperature, dtype)
         return Normalizer(log_z.view(hidden.shape[:-1]), argmax.view(hidden.shape[:-1]))
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -395,3 +397,24 @@ def _context_length(config: Any, name: str) -> int | None:
     if limit is not None and (type(limit) is not int or limit < 2):
         raise UnsupportedTargetError(f"{name}: max_position_embeddings is {limit!r}, which is not a number of tokens")
     return limit
+
+
+def _normalize(logits: Tensor, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return log Z and argmax ``[R]`` of rows of logits ``[R, V]``."""
+    num_rows = CPU_ROWS if logits.device.type == "cpu" else max(1, len(logits))
+    width = -(-logits.shape[1] // RUN) * RUN
+    work = torch.empty(min(num_rows, len(logits)), width, dtype=dtype, device=logits.device)
+    found = []
+    for some in logits.split(num_rows):
+        x = work[: len(some)]
+        x[:, : some.shape[1]] = some
+        x[:, some.shape[1] :] = -torch.inf
+        runs = x.view(len(x), -1, RUN)
+        tops = runs.amax(-1)
+        run = tops.argmax(-1, keepdim=True)  # much faster on a CPU than looking for it among all tokens
+        inside = runs.gather(1, run[..., None].expand(-1, -1, RUN))[:, 0].argmax(-1)
+        top = tops.gather(1, run)
+        log_z = x.sub_(top).div_(temperature).exp_().sum(-1).log_().add_(top[:, 0] / temperature)
+        found.append((log_z, run[:, 0] * RUN + inside))
+    log_zs, argmaxes = zip(*found, strict=True)
+    return torch.cat(log_zs), torch.cat(argmaxes)
