@@ -112,7 +112,11 @@ class TestFinding:
         best = load_file(run / "best" / "model.safetensors")
         assert torch.equal(load_drafter(run, target).fc.weight, best["fc.weight"])
         (run / "best" / "config.json").unlink()
-        assert find_drafter(run) == run / "checkpoint"
+        assert find_drafter(run) == find_drafter(f"{run}@best") == run / "checkpoint"
+        (run / "checkpoint" / "config.json").unlink()
+        for which in ("best", "last"):
+            with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+                find_drafter(f"{run}@{which}")
 
     def test_shipped_drafters_have_names(self, folder, target, monkeypatch):
         monkeypatch.setitem(SHIPPED, "tiny-dflash", folder)

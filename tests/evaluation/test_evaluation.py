@@ -245,6 +245,7 @@ def test_drafters_are_compared_on_the_same_prompts(tmp_path):
     written = lines_of(tmp_path)
     turned = evaluate(target, drafters, tmp_path, replace(short, baselines=("equal", "flash")))
     assert lines_of(tmp_path) == written  # nothing is decoded again
+    assert turned.provenance == results.provenance  # speeds were measured then
     assert {(each.drafter, each.baseline) for each in turned.comparisons} == {("unsure", "equal")}
     back = next(
         c for c in turned.comparisons if (c.rule, c.choice, c.quantity) == (gain.rule, gain.choice, gain.quantity)

@@ -194,6 +194,15 @@ def test_a_gain_that_its_interval_denies_is_not_printed(tmp_path):
     assert all(value.text.startswith("undecided [-") for row in table.rows for value in row.values)
 
 
+def test_two_drafters_that_are_each_others_baselines_are_compared_once(tmp_path):
+    made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "LK"), ("dflash", "BV")))
+    for pair in (("ce", "lk"), ("lk", "ce"), ("bv", "ce"), ("bv", "lk")):
+        made = synthetic.paired(made, *(f"dflash-{each}" for each in pair))
+    table = next(t for t in tables(read_evaluations([synthetic.write(tmp_path, made)])) if t.name == "gains")
+    pairs = [row.labels[2:] for row in table.rows if row.labels[1] == "T=0 (greedy)"]
+    assert pairs == [("DFlash LK", "DFlash CE"), ("DFlash BV", "DFlash CE"), ("DFlash BV", "DFlash LK")]
+
+
 def test_one_hot(found):
     table = found["one-hot"]
     assert table.columns[0].heads == ("T=1 (block verification)", "DFlash", "τ predicted")

@@ -10,6 +10,7 @@ import yaml
 
 from blockdraft.cli.study import _show_slurm, _visible_gpus
 from blockdraft.data import DataError
+from blockdraft.evaluation import read_results
 from blockdraft.recipes import RecipeError
 from blockdraft.study import Study, StudyError, load_study, shipped_studies
 from blockdraft.study import run as run_module
@@ -384,6 +385,9 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     assert planned.out.endswith("nothing is left to run\n")
     other = Study(load_study("s.yaml", ["objectives.lk={recipe: lk}", "baseline=bv"]), "parts").run()
     assert other.baseline == "bv"
+    folder = Study(more, "parts").evaluation_folder(more.cells[0].target, more.cells[0].seed)
+    compared = {(each.drafter, each.baseline) for each in read_results(folder).comparisons}
+    assert compared == {(f"dflash-{a}", f"dflash-{b}") for b in ("ce", "bv") for a in ("ce", "bv", "lk") if a != b}
     assert set(other.wins) == {"ce", "lk"}
     written = {file.name for file in (tmp_path / "parts" / "report" / "tables").glob("study-*-over-*.md")}
     quantities = ("predicted-length", "acceptance-length", "speedup")

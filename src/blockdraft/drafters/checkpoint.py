@@ -89,7 +89,7 @@ def find_drafter(name_or_path: str | Path) -> Path:
         return _best(folder)
     run, _, which = name.rpartition("@")
     if which in CHECKPOINTS and (Path(run).expanduser() / RUN).exists():
-        return Path(run).expanduser() / CHECKPOINTS[which]
+        return _checkpoint(Path(run).expanduser(), which)
     if folder.exists():
         raise CheckpointError(f"{name} is a file; {HOLDS}")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(folder.parts[0]).exists():
@@ -113,6 +113,15 @@ def _best(folder: Path) -> Path:
             f"{folder} has checkpoints but no {RUN}, so nobody knows of what; put it back, or name one of them: {found}"
         )
     return found or folder
+
+
+def _checkpoint(run: Path, which: str) -> Path:
+    """Return the best or the last checkpoint of a run; before anything is measured, the last is the best."""
+    names = list(CHECKPOINTS.values()) if which == "best" else [CHECKPOINTS[which]]
+    found = next((run / name for name in names if (run / name / CONFIG).exists()), None)
+    if found is None:
+        raise CheckpointError(f"{run} has no checkpoint yet; the command that began the run goes on with it")
+    return found
 
 
 def _download(repository: str) -> Path:

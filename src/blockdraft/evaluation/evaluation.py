@@ -12,6 +12,7 @@ Every stage resumes where it stopped. Data folders, prompts and checkpoints are 
 first process puts the results together.
 """
 
+import contextlib
 import datetime
 import os
 import platform
@@ -52,6 +53,7 @@ from blockdraft.evaluation.results import (
     Traces,
     best_temperature,
     read_evaluation_file,
+    read_results,
     write_model,
 )
 from blockdraft.evaluation.tasks import Task
@@ -124,14 +126,13 @@ class Evaluation:
         points = {name: each.temperatures(self.tasks) for name, each in predictions.items()}
         rules = self.protocol.sampled_rules
         setups = self._setups({n: {r: best_temperature(p, r) for r in rules} for n, p in points.items()})
-        self._decode(setups)
-        self.distributed.barrier()
+        num_decoded = sum(self.distributed.all_gather(self._decode(setups)))
         dynamics, obstacles = self._dynamics()
         records = {(line.prompt, line.key): line.turns for line in self.records.read()}
         found = Assembly(self.tasks, self.candidates, self.protocol).assemble(setups, records, predictions)
         results = Results(
             target=self.target.name, target_fingerprint=fingerprint(self.target), settings=self._settings(),
-            provenance=_provenance(self.target, self.distributed, started),
+            provenance=self._provenance(started, num_decoded),
             tasks=[self._about(task) for task in self.tasks],
             drafters=[
                 about_drafter(each, predictions[each.name], self.tasks, self.protocol) for each in self.candidates
@@ -171,6 +172,18 @@ class Evaluation:
                     f"{longest.name} proposes more tokens at a time than the drafters that {self.out} was begun with, "
                     "so less room is left for answers. Choose another --out, or give --num-proposals"
                 )
+
+    def _provenance(self, started: str, num_decoded: int) -> dict[str, Any]:
+        """Say where and when answers were decoded, since speeds depend on it: now, or before if none was left."""
+        if not num_decoded and (self.out / "results.json").exists():
+            with contextlib.suppress(EvaluationError):  # a damaged file is written anew
+                return read_results(self.out).provenance
+        device, processes = self.target.device, self.distributed.world_size
+        return Provenance.here().model_dump() | {
+            "machine": platform.machine(), "num_cpus": os.cpu_count(), "threads": torch.get_num_threads(),
+            "num_processes": processes, "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "started": started, "finished": _now(),
+        }  # fmt: skip
 
     def _settings(self) -> dict[str, Any]:
         dtype, device = str(self.target.dtype).split(".")[-1], self.target.device.type
@@ -307,11 +320,14 @@ class Evaluation:
         baselines = list(dict.fromkeys(protocol.baseline(rule) for rule in protocol.rules))
         return baselines + [s for each in self.candidates for s in protocol.setups(each.name, best[each.name])]
 
-    def _decode(self, setups: list[DecodingSetup]) -> None:
-        """Decode each prompt in every way, one after the other, so that what slows the machine slows all of them."""
+    def _decode(self, setups: list[DecodingSetup]) -> int:
+        """Decode each prompt in every way, one after the other, so that what slows the machine slows all of them.
+
+        Returns how many answers were left to decode.
+        """
         done = {(line.prompt, line.key) for line in self.records.read()}
         mine = self.decoded[self.distributed.rank :: self.distributed.world_size]
-        count, warm = 0, ""
+        count, added, warm = 0, 0, ""
         for number, (task, prompt) in enumerate(mine):
             turn = number % len(setups)
             for setup in setups[turn:] + setups[:turn]:
@@ -327,9 +343,10 @@ class Evaluation:
                         draft_temperature=setup.draft_temperature, turns=turns,
                     )  # fmt: skip
                     self.records.append(record)
-                    tokens = sum(len(each.tokens) for each in turns)
+                    tokens, added = sum(len(each.tokens) for each in turns), added + 1
                 count += 1
                 self.on_progress("decoding", count, len(mine) * len(setups), tokens)
+        return added
 
     def _converse(self, prompt: Prompt, setup: DecodingSetup, max_new_tokens: int) -> list[GenerationRecord]:
         candidate = next((each for each in self.candidates if each.name == setup.drafter), None)
@@ -381,12 +398,3 @@ def _with_unique_ids(task: Task) -> Task:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _provenance(target: Target, distributed: Distributed, started: str) -> dict[str, Any]:
-    return Provenance.here().model_dump() | {
-        "machine": platform.machine(), "num_cpus": os.cpu_count(), "threads": torch.get_num_threads(),
-        "num_processes": distributed.world_size,
-        "gpu": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
-        "started": started, "finished": _now(),
-    }  # fmt: skip

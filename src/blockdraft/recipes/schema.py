@@ -60,8 +60,8 @@ class DrafterSection(Section):
     markov_rank: int = Field(256, ge=1, description="DSpark only: rank of the Markov head")
     initial: str = Field(
         "scratch",
-        description="scratch, target (its own last layers), or a drafter to train on: shipped, a folder, RUN@last, a Hub id; "
-        "required in recipes that leave it to the user to name one",
+        description="scratch, target (its own last layers), or a drafter to train on: shipped, a folder, RUN@last, "
+        "a Hub id; required in recipes that leave it to the user to name one",
     )
 
     @field_validator("vocab_size")

@@ -139,6 +139,8 @@ def gains_table(comparison: Comparison) -> Table:
     for target, rule, choice in _settings(comparison):
         for entry in comparison.of(target):
             for other in comparison.baselines(entry):
+                if entry.rank < other.rank and entry in comparison.baselines(other):
+                    continue  # the same comparison as the other way round
                 ratios = [entry.over(other, rule, choice, what) for what in COMPARED_HEADS]
                 if any(ratios):
                     values = tuple(map(_gain, ratios))

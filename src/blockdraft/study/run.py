@@ -148,6 +148,8 @@ class Study:
         arguments += ["--tasks", *evaluation.tasks, "--rules", *evaluation.rules]
         arguments += ["--max-new-tokens", str(evaluation.max_new_tokens), "--seed", str(seed)]
         arguments += ["--dynamics-texts", str(evaluation.dynamics_texts), "--num-traces", str(evaluation.num_traces)]
+        baselines = [cell.drafter_name for cell in cells if cell.objective in self._baselines]
+        arguments += ["--baseline", *baselines] if baselines else []
         if evaluation.draft_temperatures is not None:
             arguments += ["--draft-temperatures", *map(str, evaluation.draft_temperatures)]
         if evaluation.num_prompts is not None:
@@ -192,8 +194,24 @@ class Study:
         return run.info.num_steps in run.checkpoints()
 
     def is_evaluated(self, target: str, seed: int) -> bool:
-        """Return whether the results of a target and seed are there, with all drafters that the study has now."""
-        return self.drafters_of(target, seed) == self.evaluated_drafters(target, seed)
+        """Return whether the results of a target and seed are there, with all drafters that the study has now.
+
+        They also have to compare the drafters with the baseline that it has now.
+        """
+        is_complete = self.drafters_of(target, seed) == self.evaluated_drafters(target, seed)
+        return is_complete and self._is_compared(target, seed)
+
+    @property
+    def _baselines(self) -> list[str]:
+        """Give the objectives that evaluations compare with: CE and the study's baseline, if it names one."""
+        asked, objectives = self.recipe.baseline, self.recipe.objectives
+        return [] if asked is None else [name for name, o in objectives.items() if name == asked or o.recipe == "ce"]
+
+    def _is_compared(self, target: str, seed: int) -> bool:
+        """Return whether the results of a target and seed compare with the study's baselines, which may change."""
+        found = {each.baseline for each in read_results(self.evaluation_folder(target, seed)).comparisons}
+        wanted = {f"{drafter}-{name}" for drafter in self.recipe.drafters for name in self._baselines}
+        return found >= wanted or len(self.recipe.objectives) == 1
 
     def drafters_of(self, target: str, seed: int) -> set[str]:
         """Return the names of the drafters that are evaluated together."""
@@ -343,7 +361,8 @@ class Study:
                 done, of = known.get(cell.name, (0, None))
                 if of is None or done < of:
                     known[cell.name] = self.steps_done(cell)
-            totals = [of for _, of in known.values() if of]
+            stated = [known[cell.name][1] or cell.recipe.optimizer.max_steps for cell in cells]
+            totals = [of for of in stated if of]
             of = round(sum(totals) / len(totals) * len(cells)) if totals else len(cells)
             done = sum(done for done, _ in known.values())
             self.on_progress(stage, done, max(of, done), 0)
