@@ -38,6 +38,14 @@ def test_bfloat16_iterations_keep_the_direction(monkeypatch):
     assert torch.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
 
 
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_a_cpu_iterates_in_bfloat16_where_that_pays(monkeypatch, has_bfloat16):
+    monkeypatch.setattr(muon, "cpu_multiplies_bfloat16", lambda: has_bfloat16)
+    found = [muon.iteration_dtype(torch.empty(3, short, 512)) for short in (95, 96)]
+    assert found == [torch.float32, torch.bfloat16 if has_bfloat16 else torch.float32]
+    assert muon.iteration_dtype(torch.empty(3, 96, 512, dtype=torch.float64)) == torch.float64
+
+
 def test_matrices_of_one_shape_together_equal_each_alone():
     matrices = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     torch.testing.assert_close(orthogonalize(matrices), torch.stack([orthogonalize(each) for each in matrices]))

@@ -17,7 +17,8 @@ def doctor(
     drafter: Annotated[
         str,
         typer.Argument(
-            metavar="DRAFTER", help="The drafter: a shipped name, its folder, a run's folder, or a Hugging Face id."
+            metavar="DRAFTER",
+            help="The drafter: a shipped name, its folder, a run's folder (or RUN@last), or a Hugging Face id.",
         ),
     ],
     target: Annotated[

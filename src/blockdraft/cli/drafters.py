@@ -75,7 +75,8 @@ def export(
     checkpoint: Annotated[
         str | None,
         typer.Argument(
-            metavar="DRAFTER", help="The drafter: a shipped name, its folder, a run's folder, or a Hugging Face id."
+            metavar="DRAFTER",
+            help="The drafter: a shipped name, its folder, a run's folder (or RUN@last), or a Hugging Face id.",
         ),
     ] = None,
     flavour: Annotated[

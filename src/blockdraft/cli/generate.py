@@ -41,8 +41,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The drafter: one that comes with blockdraft (see drafters ls), a drafter's or a run's folder, or a "
-            "Hugging Face id.",
+            help="The drafter: one that comes with blockdraft (see drafters ls), a drafter's or a run's folder (or "
+            "RUN@last), or a Hugging Face id.",
             show_default="none: decode autoregressively",
         ),
     ] = None,
