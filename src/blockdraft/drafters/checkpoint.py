@@ -5,7 +5,7 @@ Nothing is taken on trust: every name, shape and value of a tensor is checked, a
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from blockdraft.targets.loading import refuse_unreachable_hub
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 HOLDS = f"a drafter's folder holds {CONFIG} and {WEIGHTS}"
 CHECKPOINTS = {"best": "best", "last": "checkpoint"}
-"""What a run's folder calls the checkpoint that did best on held-out texts, and the last one, by RUN@best and so on."""
+"""Name the links in a run's folder that RUN@best (on held-out texts) and RUN@last mean; the best goes first."""
 RUN = "run.json"
 """This file says of a folder that it is a run's."""
 
@@ -107,7 +107,7 @@ def _best(folder: Path) -> Path:
     """Return the best checkpoint of a run's folder, and any other folder as it is."""
     if (folder / CONFIG).exists():
         return folder
-    found = next((folder / name for name in CHECKPOINTS.values() if (folder / name / CONFIG).exists()), None)
+    found = _first_checkpoint(folder, CHECKPOINTS)
     if found is not None and not (folder / RUN).exists():
         raise CheckpointError(
             f"{folder} has checkpoints but no {RUN}, so nobody knows of what; put it back, or name one of them: {found}"
@@ -117,11 +117,16 @@ def _best(folder: Path) -> Path:
 
 def _checkpoint(run: Path, which: str) -> Path:
     """Return the best or the last checkpoint of a run; before anything is measured, the last is the best."""
-    names = list(CHECKPOINTS.values()) if which == "best" else [CHECKPOINTS[which]]
-    found = next((run / name for name in names if (run / name / CONFIG).exists()), None)
+    found = _first_checkpoint(run, CHECKPOINTS if which == "best" else [which])
     if found is None:
         raise CheckpointError(f"{run} has no checkpoint yet; the command that began the run goes on with it")
     return found
+
+
+def _first_checkpoint(run: Path, wanted: Iterable[str]) -> Path | None:
+    """Return the first of these checkpoints that a run's folder has."""
+    links = (run / CHECKPOINTS[which] for which in wanted)
+    return next((link for link in links if (link / CONFIG).exists()), None)
 
 
 def _download(repository: str) -> Path:
