@@ -14,7 +14,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -224,9 +224,9 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what writers that were killed left behind; only the process that holds the folder's lock may do so."""
-    for path in folder.glob(f"*{UNFINISHED}"):
+def remove_unfinished(folder: Path, name: str = "") -> None:
+    """Remove what killed writers left of a file, or of all; only a process that holds the lock of these may do so."""
+    for path in folder.glob(f"{name}*{UNFINISHED}"):
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -234,10 +234,13 @@ def remove_unfinished(folder: Path) -> None:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, or raise `FolderInUseError` if another process has it; a process that dies lets go."""
+def exclusive(folder: Path, *, seconds: float = 0) -> Iterator[None]:
+    """Hold a folder's lock, or raise `FolderInUseError` if another process has it; a process that dies lets go.
+
+    seconds: how long to wait for the other process.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", blocking=False)
+    lock = FileLock(folder / ".lock", timeout=seconds)
     try:
         lock.acquire()
     except Timeout:
@@ -247,6 +250,26 @@ def exclusive(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        lock.release()
+
+
+@contextmanager
+def claim(path: Path) -> Iterator[bool]:
+    """Yield whether this process alone holds a lock file, which is gone afterwards; a process that dies lets go.
+
+    Whoever holds it must look whether the work is done already: another may have held it a moment before.
+    """
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with suppress(PermissionError):  # Windows keeps what is open
+            path.unlink(missing_ok=True)
         lock.release()
 
 

@@ -2,11 +2,13 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from blockdraft.data import (
     BatchSampler,
@@ -148,13 +150,61 @@ def test_an_interrupted_build_goes_on(tmp_path, paths):
     CachedFeatures(tmp_path, target, paths, LAYERS)
 
 
-def test_a_complete_cache_serves_several_runs_at_once(tmp_path, paths):
+def test_a_complete_cache_serves_several_runs_at_once(tmp_path, paths, monkeypatch):
     target = tiny_target()
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    monkeypatch.setattr(module, "SECONDS_FOR_THE_INDEX", 0)
     with exclusive(tmp_path):
         build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)  # there is nothing to write
         with pytest.raises(FolderInUseError, match="another process"):
             build_cache(tmp_path, tiny_target(seed=5), paths, LAYERS, max_bytes=10**8)
+
+
+def test_two_builders_share_the_files_and_end_together(tmp_path, paths, monkeypatch):
+    """Each computes files that the other does not; both return when all are there."""
+    run, meeting, one_pass, made, seen = module._run, threading.Barrier(2), threading.Lock(), [], {}
+
+    def watched(target, dataset, texts, *rest):
+        made.append(texts)
+        if len(made) <= 2:
+            meeting.wait(timeout=60)  # both compute at the same time, or this never ends
+        with one_pass:  # what hands a target the bounds of texts is one for a whole process
+            return run(target, dataset, texts, *rest)
+
+    def build(name, target):
+        tokens = seen.setdefault(name, [])
+        build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8, on_tokens=tokens.append)
+        CachedFeatures(tmp_path, target, paths, LAYERS)
+
+    monkeypatch.setattr(module, "_run", watched)
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LOOKS", 0.01)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(build, ["first", "second"], [tiny_target(), tiny_target()]))
+    assert sorted(made, key=lambda texts: texts.start) == [range(4), range(4, 8), range(8, 11)]
+    assert [sum(tokens) for tokens in seen.values()] == [len(paths.tokens)] * 2  # whoever made them
+    assert not list(tmp_path.glob(".*.lock"))
+    alone = tmp_path / "alone"
+    monkeypatch.setattr(module, "_run", run)
+    build_cache(alone, tiny_target(), paths, LAYERS, max_bytes=10**8)
+    for file in alone.glob("*.npy"):
+        np.testing.assert_allclose(np.load(tmp_path / file.name), np.load(file), rtol=1e-9)
+
+
+def test_files_of_a_builder_that_died_are_made_by_another(tmp_path, paths, monkeypatch):
+    """A lock that nobody holds and half of a file stand in nobody's way; a lock that is held does."""
+    target = tiny_target()
+    digests = [module._digest(paths, texts) for texts in module._groups(paths)]
+    (tmp_path / f".{digests[0]}.lock").touch()
+    half = tmp_path / f"features-{digests[0]}.npy.4711.unfinished"
+    half.write_bytes(b"half")
+    slept = []
+    monkeypatch.setattr(module.time, "sleep", lambda _seconds: slept.append(held.release()))
+    held = FileLock(tmp_path / f".{digests[1]}.lock")
+    held.acquire()
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    CachedFeatures(tmp_path, target, paths, LAYERS)
+    assert len(slept) == 1
+    assert not half.exists()
 
 
 def test_a_cache_of_something_else_is_refused(tmp_path, paths):
@@ -191,9 +241,23 @@ def test_a_cache_with_normalizers_also_serves_drafters_that_need_none(tmp_path, 
     assert with_them.normalizer is not None
     with pytest.raises(DataError, match=r"normalizer 0\.5 there, 1\.0 here"):
         CachedFeatures(tmp_path, target, paths, LAYERS, 1.0)
+
+
+def test_a_cache_without_normalizers_gets_them_when_they_are_needed(tmp_path, paths):
+    target = tiny_target()
     build_cache(tmp_path / "plain", target, paths, LAYERS, max_bytes=10**8)
     with pytest.raises(DataError, match=r"normalizer None there, 1\.0 here"):
-        build_cache(tmp_path / "plain", target, paths, LAYERS, max_bytes=10**8, normalizer_temperature=1.0)
+        CachedFeatures(tmp_path / "plain", target, paths, LAYERS, 1.0)
+    written = {file: file.stat().st_mtime_ns for file in (tmp_path / "plain").glob("features-*.npy")}
+    for folder in ("plain", "at once"):
+        build_cache(tmp_path / folder, target, paths, LAYERS, max_bytes=10**8, normalizer_temperature=1.0)
+        CachedFeatures(tmp_path / folder, target, paths, LAYERS, 1.0)
+    assert {file: file.stat().st_mtime_ns for file in written} == written
+    assert {file.name: file.read_bytes() for file in (tmp_path / "plain").glob("*.npy")} == {
+        file.name: file.read_bytes() for file in (tmp_path / "at once").glob("*.npy")
+    }
+    with pytest.raises(DataError, match=r"normalizer 1\.0 there, 0\.5 here"):
+        build_cache(tmp_path / "plain", target, paths, LAYERS, max_bytes=10**8, normalizer_temperature=0.5)
 
 
 def test_one_cache_serves_every_split_of_its_texts(tmp_path, paths):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import yaml
 
-from blockdraft.cli.study import _show_slurm, _visible_gpus
+from blockdraft.cli.study import _visible_gpus
 from blockdraft.data import DataError
 from blockdraft.evaluation import read_results
 from blockdraft.recipes import RecipeError
@@ -139,77 +139,15 @@ def test_seeds_are_trained_evaluated_and_reported_one_after_the_other(tmp_path, 
     ]  # fmt: skip
 
 
-def test_an_evaluation_waits_for_its_cells_and_cells_for_their_features(tmp_path):
+def test_evaluations_wait_for_their_cells_and_cells_for_nothing(tmp_path):
     (tmp_path / "s.yaml").write_text(TINY)
-    cached = load_study(tmp_path / "s.yaml", ["seeds=[1,2]"])
-    jobs = Study(cached, tmp_path / "out").jobs_left()
-    first, *others = (
-        "pocket-dflash-ce-seed1",
-        "pocket-dflash-bv-seed1",
-        "pocket-dflash-ce-seed2",
-        "pocket-dflash-bv-seed2",
-    )
-    assert {job.name: job.features_of for job in jobs if job.features_of} == {name: {first} for name in others}
-    needs = {job.name: job.needs for job in jobs}
-    assert {name: found for name, found in needs.items() if found} == {
-        "evaluation of pocket, seed 1": {first, others[0]}, "evaluation of pocket, seed 2": set(others[1:]),
-    }  # fmt: skip
-    online = load_study(tmp_path / "s.yaml", ["seeds=[1,2]", "set=[data.features=online]"])
-    at_once = [job.name for job in Study(online, tmp_path / "out").jobs_left() if not job.needs | job.features_of]
-    assert at_once == [name for name in needs if not name.startswith("evaluation")]
-
-
-def test_nobody_waits_for_features_that_a_trained_cell_has_read(tmp_path, monkeypatch):
-    (tmp_path / "s.yaml").write_text(TINY)
-    study = Study(load_study(tmp_path / "s.yaml", ["seeds=[1,2]"]), tmp_path / "out")
-    monkeypatch.setattr(Study, "is_trained", lambda _self, cell: cell.name == "pocket-dflash-ce-seed1")
-    assert [job.name for job in study.jobs_left() if not job.needs | job.features_of] == [
-        "pocket-dflash-bv-seed1", "pocket-dflash-ce-seed2", "pocket-dflash-bv-seed2"
-    ]  # fmt: skip
-
-
-def test_a_shared_cache_is_built_by_a_cell_that_needs_its_normalizers(tmp_path):
-    (tmp_path / "s.yaml").write_text(TINY)
-    reduced = "objectives.bv.set=[drafter.vocab_size=512,data.cache=shared]"
-    recipe = load_study(tmp_path / "s.yaml", ["objectives.ce.set=[data.cache=shared]", reduced])
-    study = Study(recipe, tmp_path / "out")
-    assert {str(study.cache_folder(cell)) for cell in recipe.cells} == {"shared"}
-    builders = {job.name: job.features_of for job in study.jobs_left()}
-    assert builders["pocket-dflash-ce-seed1"] == {"pocket-dflash-bv-seed1"}
-    assert builders["pocket-dflash-bv-seed1"] == set()
-
-
-def test_builders_of_different_texts_in_one_cache_wait_for_each_other(tmp_path, capsys):
-    (tmp_path / "s.yaml").write_text(TINY)
-    other = "targets.other={recipe: pocket, prompts: pocket, num_prompts: 48, max_new_tokens: 24}"
-    recipe = load_study(tmp_path / "s.yaml", [other, "set=[data.features=cached,data.cache=shared]"])
-    study = Study(recipe, tmp_path / "out")
-    first, reader, second, its_reader = (cell.name for cell in recipe.cells)
-    assert {job.name: job.features_of for job in study.jobs_left() if job.name in {c.name for c in recipe.cells}} == {
-        first: set(), reader: {first}, second: {first}, its_reader: {second},
-    }  # fmt: skip
-    _show_slurm(study)
-    lines = capsys.readouterr().out.splitlines()
-    named = [next(name for name in (first, reader, second, its_reader) if f"={name} " in line) for line in lines]
-    assert named == [first, reader, second, its_reader]
-    assert lines[0].startswith("features0=$(")
-    assert "afterok:$features0" in lines[1]
-    assert lines[2].startswith("features1=$(")
-    assert "afterok:$features0" in lines[2]
-    assert "afterok:$features1" in lines[3]
-
-
-def test_a_cell_starts_beside_the_one_that_builds_its_features_once_they_are_built(tmp_path, monkeypatch):
-    (tmp_path / "s.yaml").write_text(TINY)
-    study = Study(load_study(tmp_path / "s.yaml"), tmp_path)
-    monkeypatch.setattr(Job, "command", property(lambda job: ["sh", "-c", *job.arguments]))
-    begins = "sleep 0.5; mkdir -p runs/builder; touch runs/builder/run.json"
-    waits = "until [ -e reader ]; do sleep 0.05; done"  # so it ends only if the reader starts before its end
-    reads = "[ -e runs/builder/run.json ] && touch reader"
-    builder = Job("builder", [f"cd {tmp_path}; {begins}; {waits}"])
-    reader = Job("reader", [f"cd {tmp_path}; {reads}"], features_of=frozenset({"builder"}))
-    study._run([builder, reader], 2)
-    assert (tmp_path / "reader").exists()
+    cells = [f"pocket-dflash-{objective}-seed{seed}" for seed in (1, 2) for objective in ("ce", "bv")]
+    for features in ("cached", "online"):
+        recipe = load_study(tmp_path / "s.yaml", ["seeds=[1,2]", f"set=[data.features={features}]"])
+        assert {job.name: job.needs for job in Study(recipe, tmp_path / "out").jobs_left()} == {
+            **{name: set() for name in cells},
+            "evaluation of pocket, seed 1": set(cells[:2]), "evaluation of pocket, seed 2": set(cells[2:]),
+        }  # fmt: skip
 
 
 def test_seeds_that_end_out_of_order_are_reported_as_they_are_complete(tmp_path, monkeypatch):

@@ -174,26 +174,14 @@ def _show_plan(study: "Study") -> None:
 
 
 def _show_slurm(study: "Study") -> None:
-    """Print an sbatch line for each cell that is left; one that reads features that another builds waits for that."""
+    """Print an sbatch line for each cell that is left."""
     import shlex
 
     cells = {cell.name for cell in study.recipe.cells}
-    found = {job.name: job for job in study.jobs_left() if job.name in cells}
-
-    def num_before(name: str) -> int:
-        job = found[name]
-        return sum(1 + num_before(other) for other in job.features_of | job.needs)
-
-    jobs = [found[name] for name in sorted(found, key=num_before)]
-    builders = list(dict.fromkeys(name for job in jobs for name in job.features_of | job.needs))
-    for job in jobs:
-        after = [f"--dependency=afterok:$features{builders.index(name)}" for name in job.features_of | job.needs]
-        gpus = [] if study.device == "cpu" else [f"--gpus-per-node={job.num_processes}"]
-        cores = f"--cpus-per-task={CORES_OF_A_PROCESS * job.num_processes}"
-        options = [f"--job-name={job.name}", *gpus, cores, *after]
-        line = " ".join(["sbatch", *options, "--wrap", shlex.quote(str(job))])
-        if job.name in builders:
-            line = f"features{builders.index(job.name)}=$({line.replace('sbatch', 'sbatch --parsable', 1)})"
-        print(line)
+    for job in study.jobs_left():
+        if job.name in cells:
+            gpus = [] if study.device == "cpu" else [f"--gpus-per-node={job.num_processes}"]
+            options = [f"--job-name={job.name}", *gpus, f"--cpus-per-task={CORES_OF_A_PROCESS * job.num_processes}"]
+            print(" ".join(["sbatch", *options, "--wrap", shlex.quote(str(job))]))
     for job in study.data_jobs():
         print(f"first make the {job.name}: {job}", file=sys.stderr)

@@ -2,16 +2,18 @@
 
 A cache ties itself to the fingerprint of the target, its layers and precision. Its files are named after the texts that
 they cover, so a data folder that grew keeps the features it has; they are checksummed and mapped into memory. It covers
-whole data folders, so that runs with other held-out texts share it.
+whole data folders, so that runs with other held-out texts share it. Processes that need one build it together.
 For a drafter over fewer tokens it also holds the target's normalizer: log Z and argmax of the whole vocabulary at
 every position, so that training runs both heads over the drafter's tokens alone.
 """
 
 import hashlib
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,8 +26,17 @@ from torch import Tensor
 
 from blockdraft.data.batches import Batch, pack_tokens
 from blockdraft.data.manifest import Checksum, DataError, refuse_other_identity
-from blockdraft.data.store import TextDataset, check_files, writing
-from blockdraft.files import atomic_write, read_model, refuse_full_disk, sha256, write_json
+from blockdraft.data.store import TextDataset, check_files
+from blockdraft.files import (
+    atomic_write,
+    claim,
+    exclusive,
+    read_model,
+    refuse_full_disk,
+    remove_unfinished,
+    sha256,
+    write_json,
+)
 from blockdraft.targets import Normalizer, Span, Target, TargetOutput, fingerprint
 
 INDEX = "features.json"
@@ -34,6 +45,10 @@ TEXTS_PER_FILE = 256
 TOKENS_PER_PASS = 4096
 READERS = 4
 """Threads that read a batch's texts from a cache."""
+SECONDS_BETWEEN_LOOKS = 0.5
+"""How long a process waits that has nothing left to do but what others are at."""
+SECONDS_FOR_THE_INDEX = 60.0
+"""The index is locked only while it is written, a moment at a time."""
 
 REPAIR = "delete the folder to have the cache built again"
 
@@ -203,41 +218,89 @@ def build_cache(
 ) -> None:
     """Run the target over all texts and keep what drafters read; resumes where it stopped, and grows with the texts.
 
+    Any number of processes may build one cache: each takes files that nobody else is at, and all return when all files
+    are there. If one of them dies, the others make its files.
+
     Of a dataset that was split, the whole is kept. It is refused beforehand if it would take more than ``max_bytes``,
-    together with what the folder holds of other texts.
+    together with what the folder holds of other texts. A cache that other texts or drafters began without normalizers
+    gets them where they are needed.
+
+    on_tokens: called with the tokens of a file once it is there, whoever made it.
     """
     folder, (dataset, _rows) = Path(folder), dataset.whole
     refuse_large_cache(target, dataset, layers, max_bytes)
     identity = cache_identity(target, layers, normalizer_temperature)
     if (folder / INDEX).exists():
         index = CacheIndex.read(folder)
-        normalizer_temperature = index.identity.get("normalizer", normalizer_temperature)
-        names = _file_names(dataset, normalizer_temperature)
-        if _comparable_identity(index.identity, identity) == identity and set(names) <= set(index.files):
-            return  # several runs may read one cache at once
+        is_same = _comparable_identity(index.identity, identity) == identity
+        if is_same and set(_file_names(dataset, normalizer_temperature)) <= set(index.files):
+            return
     refuse_large_cache(target, dataset, layers, max_bytes, folder)
     refuse_full_disk(folder, _bytes_to_write(folder, target, dataset, layers), "the target's features")
-    with writing(folder):
+    with _updating(folder, identity) as index:
+        temperature, there = index.identity.get("normalizer"), dict(index.files)
+    check_files(folder, there, REPAIR)
+    unseen = _groups(dataset)
+    while unseen:
+        busy = list[range]()
+        for texts in unseen:
+            digest = _digest(dataset, texts)
+            with claim(folder / f".{digest}.lock") as is_mine:
+                if not is_mine:
+                    busy.append(texts)
+                    continue
+                names = [f"{kind}-{digest}.npy" for kind in _kinds(temperature)]
+                made = _make(folder, names, target, dataset, texts, layers, temperature)
+                if made:
+                    with _updating(folder, identity) as index:
+                        index.files |= made
+            if on_tokens is not None:
+                on_tokens(int(dataset.starts[texts.stop] - dataset.starts[texts.start]))
+        unseen = busy
+        if busy:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+@contextmanager
+def _updating(folder: Path, identity: dict[str, Any]) -> Iterator[CacheIndex]:
+    """Let one process at a time change the index of a cache of this identity, which may gain a normalizer."""
+    with exclusive(folder, seconds=SECONDS_FOR_THE_INDEX):
+        remove_unfinished(folder, INDEX)
         index = CacheIndex(identity=identity)
         if (folder / INDEX).exists():
             index = CacheIndex.read(folder)
-            normalizer_temperature = index.identity.get("normalizer", normalizer_temperature)
+            if "normalizer" not in index.identity and "normalizer" in identity:
+                index.identity["normalizer"] = identity["normalizer"]
             refuse_other_identity(folder, _comparable_identity(index.identity, identity), identity)
-            check_files(folder, index.files, REPAIR)
-        for texts in _groups(dataset):
-            features, normalizer = (f"{kind}-{_digest(dataset, texts)}.npy" for kind in ("features", "normalizer"))
-            if features not in index.files:
-                values, pairs = _run(target, dataset, texts, layers, normalizer_temperature)
-                found = {features: values.view(_storage(values.dtype)).numpy()}
-                if pairs is not None:
-                    found[normalizer] = pairs.numpy()
-                for name, array in found.items():
-                    with atomic_write(folder / name) as unfinished, unfinished.open("wb") as file:
-                        np.save(file, array)
-                index.files |= {name: sha256(folder / name) for name in found}
-                write_json(index.model_dump(), folder / INDEX)
-            if on_tokens is not None:
-                on_tokens(int(dataset.starts[texts.stop] - dataset.starts[texts.start]))
+        yield index
+        write_json(index.model_dump(), folder / INDEX)
+
+
+def _make(
+    folder: Path,
+    names: Sequence[str],
+    target: Target,
+    dataset: TextDataset,
+    texts: range,
+    layers: Sequence[int],
+    normalizer_temperature: float | None,
+) -> dict[str, str]:
+    """Make those of the files of some texts that are not there, and return their checksums.
+
+    The caller alone is at these texts, so what a killed process left of them is removed.
+    """
+    missing = [name for name in names if name not in CacheIndex.read(folder).files]
+    if not missing:
+        return {}
+    for name in missing:
+        remove_unfinished(folder, name)
+    values, pairs = _run(target, dataset, texts, layers, normalizer_temperature)
+    arrays = [values.view(_storage(values.dtype)).numpy(), *([] if pairs is None else [pairs.numpy()])]
+    for name, array in zip(names, arrays, strict=True):
+        if name in missing:
+            with atomic_write(folder / name) as unfinished, unfinished.open("wb") as file:
+                np.save(file, array)
+    return {name: sha256(folder / name) for name in missing}
 
 
 def _bytes_to_write(folder: Path, target: Target, dataset: TextDataset, layers: Sequence[int]) -> int:
@@ -295,8 +358,13 @@ def _groups(dataset: TextDataset) -> list[range]:
 
 
 def _file_names(dataset: TextDataset, normalizer_temperature: float | None = None) -> list[str]:
-    kinds = ["features"] if normalizer_temperature is None else ["features", "normalizer"]
-    return [f"{kind}-{_digest(dataset, texts)}.npy" for kind in kinds for texts in _groups(dataset)]
+    return [
+        f"{kind}-{_digest(dataset, texts)}.npy" for kind in _kinds(normalizer_temperature) for texts in _groups(dataset)
+    ]
+
+
+def _kinds(normalizer_temperature: float | None) -> list[str]:
+    return ["features"] if normalizer_temperature is None else ["features", "normalizer"]
 
 
 def _digest(dataset: TextDataset, texts: range) -> str:

@@ -43,14 +43,12 @@ class Job:
     name: what it makes.
     arguments: of ``blockdraft``.
     needs: names of the jobs that must end before it starts.
-    features_of: names of the cells that must have built their features before it starts.
     num_processes: how many processes run it together, under torchrun if there are several.
     """
 
     name: str
     arguments: list[str]
     needs: frozenset[str] = frozenset()
-    features_of: frozenset[str] = frozenset()
     num_processes: int = 1
 
     @property

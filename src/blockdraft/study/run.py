@@ -20,7 +20,6 @@ from pathlib import Path
 import yaml
 
 from blockdraft.data import Manifest, read_manifest
-from blockdraft.data.features import INDEX
 from blockdraft.data.manifest import MANIFEST
 from blockdraft.evaluation import read_results
 from blockdraft.evaluation.evaluation import OnProgress
@@ -290,47 +289,19 @@ class Study:
 
     def jobs_left(self) -> list[Job]:
         """Return the training jobs and evaluations that are left, seed by seed, with what each waits for."""
-        untrained = [cell for cell in self.recipe.cells if not self.is_trained(cell)]
-        builders, evaluations = self._cache_builders(untrained), self.evaluations_left()
+        untrained, evaluations = (
+            [cell for cell in self.recipe.cells if not self.is_trained(cell)],
+            self.evaluations_left(),
+        )
         jobs = list[Job]()
         for seed in self.recipe.seeds:
             cells = [cell for cell in untrained if cell.seed == seed]
-            for cell in cells:
-                cache = self.cache_folder(cell)
-                builder = builders.get(cell.name, frozenset[str]())
-                if any(Run.is_run(self.out / "runs" / name) for name in builder) and not (cache / INDEX).exists():
-                    jobs.append(replace(self.training_job(cell), needs=builder))  # its features were taken away
-                else:
-                    jobs.append(replace(self.training_job(cell), features_of=builder))
+            jobs += map(self.training_job, cells)
             for target in self.recipe.targets:
                 needs = frozenset(cell.name for cell in cells if cell.target == target)
                 if (target, seed) in evaluations:
                     jobs.append(replace(self.evaluation_job(target, seed), needs=needs))
         return jobs
-
-    def _cache_builders(self, untrained: Sequence[StudyCell]) -> dict[str, frozenset[str]]:
-        """Return, for each cell that reads cached features, the cell that must have built its own before.
-
-        One cell builds the features of some texts, unless a trained one has read them; the others that read them wait
-        for it. Where different texts have a cache in common, their builders wait for each other. A cell over fewer
-        tokens goes first, since it also needs the target's normalizers.
-        """
-
-        def features(cell: StudyCell) -> tuple[Path, Path]:
-            return self.cache_folder(cell), self.data_folder(cell.target)
-
-        trained = {features(cell) for cell in self.recipe.cells if cell not in untrained}
-        builders, last, waits_for = dict[tuple[Path, Path], str](), dict[Path, str](), dict[str, frozenset[str]]()
-        for cell in sorted(untrained, key=lambda each: each.recipe.drafter.vocab_size is None):
-            wanted = features(cell)
-            if cell.recipe.data.features != "cached" or wanted in trained:
-                continue
-            cache, _texts = wanted
-            before = builders.get(wanted) or last.get(cache)
-            if wanted not in builders:
-                builders[wanted] = last[cache] = cell.name
-            waits_for[cell.name] = frozenset() if before is None else frozenset({before})
-        return waits_for
 
     def _evaluations(self, *seeds: int) -> set[str]:
         """Return the names of the evaluations of some seeds."""
@@ -386,7 +357,7 @@ class Study:
         try:
             while (waiting or running) and not failed:
                 unfinished = {job.name for job in waiting} | set(running)
-                for job in [each for each in waiting if self._may_start(each, unfinished)]:
+                for job in [each for each in waiting if not each.needs & unfinished]:
                     if len(running) < num_at_once:
                         waiting.remove(job)
                         taken = [gpu for name in running for gpu in places[name]]
@@ -416,11 +387,6 @@ class Study:
             # torchrun has its own last words, after those of the processes
             said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
             raise StudyError(f"{failed[0]} failed: {said.removeprefix('error: ')} (all of it: {self._log(failed[0])})")
-
-    def _may_start(self, job: Job, unfinished: Set[str]) -> bool:
-        """Return whether what a job needs is there; a run that has its run.json has all of its features."""
-        lacking = [name for name in job.features_of & unfinished if not Run.is_run(self.out / "runs" / name)]
-        return not lacking and not job.needs & unfinished
 
     def _environment(self, job: Job, num_at_once: int, gpus: Sequence[str]) -> dict[str, str]:
         """Return the environment of a job: its share of the cores, unless the user has decided that, and its GPUs."""

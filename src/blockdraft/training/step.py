@@ -111,7 +111,7 @@ def make_features(
         recipe, target, dataset: of the run.
         layers: the target layers that the drafter reads.
         normalizer_temperature: at which the target's normalizer is needed as well; None if it is not.
-        distributed: one process builds the cache, the others wait.
+        distributed: all processes build the cache together.
         on_features: called while a cache is built, with the tokens that are done and all there are.
     """
     data = recipe.data
@@ -128,11 +128,10 @@ def make_features(
         if on_features is not None:
             on_features(done, len(dataset.whole[0].tokens))
 
-    if distributed.is_main:
-        build_cache(
-            data.cache, target, dataset, layers, max_bytes=max_bytes, normalizer_temperature=normalizer_temperature,
-            on_tokens=count,
-        )  # fmt: skip
+    build_cache(
+        data.cache, target, dataset, layers, max_bytes=max_bytes, normalizer_temperature=normalizer_temperature,
+        on_tokens=count,
+    )  # fmt: skip
     distributed.barrier()
     return CachedFeatures(data.cache, target, dataset, layers, normalizer_temperature)
 
