@@ -82,7 +82,7 @@ class Distributed:
         self.device = chosen
         if self.is_distributed and not dist.is_initialized():
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(hours=6))  # others may be busy with a cache
+            dist.init_process_group(backend, timeout=timedelta(hours=6))  # one may check a cache, or decode
         self.rank = dist.get_rank() if self.is_distributed else 0
         self.world_size = dist.get_world_size() if self.is_distributed else 1
 

@@ -14,7 +14,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -225,7 +225,7 @@ def sha256(path: Path) -> str:
 
 
 def remove_unfinished(folder: Path, name: str = "") -> None:
-    """Remove what killed writers left of a file, or of all; only a process that holds the lock of these may do so."""
+    """Remove what killed writers left of one file or of all in a folder; only the process that holds its lock may."""
     for path in folder.glob(f"{name}*{UNFINISHED}"):
         if path.is_dir():
             shutil.rmtree(path)
@@ -245,7 +245,7 @@ def exclusive(folder: Path, *, seconds: float = 0) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise FolderInUseError(
-            f"another process is writing into {folder}; wait until it has finished, or choose another folder with --out"
+            f"another process is writing into {folder}; wait until it has finished, or choose another folder"
         ) from None
     try:
         yield
@@ -255,10 +255,11 @@ def exclusive(folder: Path, *, seconds: float = 0) -> Iterator[None]:
 
 @contextmanager
 def claim(path: Path) -> Iterator[bool]:
-    """Yield whether this process alone holds a lock file, which is gone afterwards; a process that dies lets go.
+    """Yield whether this process alone holds a lock file, which stays; a process that dies lets go of it.
 
     Whoever holds it must look whether the work is done already: another may have held it a moment before.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
@@ -268,8 +269,6 @@ def claim(path: Path) -> Iterator[bool]:
     try:
         yield True
     finally:
-        with suppress(PermissionError):  # Windows keeps what is open
-            path.unlink(missing_ok=True)
         lock.release()
 
 

@@ -4,6 +4,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,8 +169,8 @@ def test_two_builders_share_the_files_and_end_together(tmp_path, paths, monkeypa
         made.append(texts)
         if len(made) <= 2:
             meeting.wait(timeout=60)  # both compute at the same time, or this never ends
-        with one_pass:  # what hands a target the bounds of texts is one for a whole process
-            return run(target, dataset, texts, *rest)
+        with one_pass:  # attention hears of the bounds of texts through a variable of the process
+            yield from run(target, dataset, texts, *rest)
 
     def build(name, target):
         tokens = seen.setdefault(name, [])
@@ -182,7 +183,6 @@ def test_two_builders_share_the_files_and_end_together(tmp_path, paths, monkeypa
         list(pool.map(build, ["first", "second"], [tiny_target(), tiny_target()]))
     assert sorted(made, key=lambda texts: texts.start) == [range(4), range(4, 8), range(8, 11)]
     assert [sum(tokens) for tokens in seen.values()] == [len(paths.tokens)] * 2  # whoever made them
-    assert not list(tmp_path.glob(".*.lock"))
     alone = tmp_path / "alone"
     monkeypatch.setattr(module, "_run", run)
     build_cache(alone, tiny_target(), paths, LAYERS, max_bytes=10**8)
@@ -194,17 +194,55 @@ def test_files_of_a_builder_that_died_are_made_by_another(tmp_path, paths, monke
     """A lock that nobody holds and half of a file stand in nobody's way; a lock that is held does."""
     target = tiny_target()
     digests = [module._digest(paths, texts) for texts in module._groups(paths)]
-    (tmp_path / f".{digests[0]}.lock").touch()
-    half = tmp_path / f"features-{digests[0]}.npy.4711.unfinished"
-    half.write_bytes(b"half")
-    slept = []
-    monkeypatch.setattr(module.time, "sleep", lambda _seconds: slept.append(held.release()))
-    held = FileLock(tmp_path / f".{digests[1]}.lock")
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "locks" / digests[0]).touch()
+    halves = [tmp_path / f"features-{digest}.npy.4711.unfinished" for digest in (digests[0], "0" * 16, digests[1])]
+    for half in halves:  # of these texts, of texts that the folder no longer has, and of somebody at work
+        half.write_bytes(b"half")
+    held = FileLock(tmp_path / "locks" / digests[1])
     held.acquire()
+    there = []
+
+    def release(_seconds):
+        there.append(halves[2].exists())
+        held.release()
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=release))
     build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
     CachedFeatures(tmp_path, target, paths, LAYERS)
-    assert len(slept) == 1
-    assert not half.exists()
+    assert there == [True]
+    assert not any(half.exists() for half in halves)
+
+
+def test_a_cache_that_gains_normalizers_while_it_is_built_has_them_everywhere(tmp_path, paths):
+    """A build that began without them makes its other files with them; the first is completed by who needs them."""
+    target, later = tiny_target(), []
+
+    def begin_another(_tokens):
+        if not later:
+            later.append(True)
+            with module._updating(tmp_path, module.cache_identity(target, LAYERS, 1.0)):
+                pass
+
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8, on_tokens=begin_another)
+    assert len(list(tmp_path.glob("normalizer-*.npy"))) == 2
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8, normalizer_temperature=1.0)
+    CachedFeatures(tmp_path, target, paths, LAYERS, 1.0)
+
+
+def test_what_one_builder_cannot_make_is_left_to_the_others(tmp_path, paths, monkeypatch):
+    target, run = tiny_target(), module._run
+
+    def fails(*_arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(module, "_run", fails)
+    with pytest.raises(MemoryError):
+        build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    assert not list(tmp_path.glob("*.npy*"))
+    monkeypatch.setattr(module, "_run", run)
+    build_cache(tmp_path, target, paths, LAYERS, max_bytes=10**8)
+    CachedFeatures(tmp_path, target, paths, LAYERS)
 
 
 def test_a_cache_of_something_else_is_refused(tmp_path, paths):

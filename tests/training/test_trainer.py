@@ -219,6 +219,7 @@ def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_pat
         "accumulated": [*options, "batch.gradient_accumulation_steps=2"],
         "fsdp": [*options, "runtime.parallel=fsdp"],
         "target": [*options, "runtime.parallel=fsdp", "runtime.shard_target=true"],
+        "cached": [*options, "data.features=cached", f"data.cache={tmp_path / 'cache'}"],
         "walking": [*options, *walking],
         "walking-fsdp": [*options, *walking, "runtime.parallel=fsdp"],
     }

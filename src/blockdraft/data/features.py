@@ -13,21 +13,22 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
+from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, StringConstraints
-from torch import Tensor
 
 from blockdraft.data.batches import Batch, pack_tokens
 from blockdraft.data.manifest import Checksum, DataError, refuse_other_identity
 from blockdraft.data.store import TextDataset, check_files
 from blockdraft.files import (
+    UNFINISHED,
     atomic_write,
     claim,
     exclusive,
@@ -46,9 +47,9 @@ TOKENS_PER_PASS = 4096
 READERS = 4
 """Threads that read a batch's texts from a cache."""
 SECONDS_BETWEEN_LOOKS = 0.5
-"""How long a process waits that has nothing left to do but what others are at."""
-SECONDS_FOR_THE_INDEX = 60.0
-"""The index is locked only while it is written, a moment at a time."""
+"""How long a process with nothing left to make waits before it looks again."""
+SECONDS_FOR_THE_INDEX = 600.0
+"""How long to wait for the index, which is locked only while it is updated; on a busy network disk that may take."""
 
 REPAIR = "delete the folder to have the cache built again"
 
@@ -164,7 +165,7 @@ class CachedFeatures(Features):
         if not names:
             return maps  # a drafter over the whole vocabulary needs no normalizers
         for name, texts in zip(names, _groups(self.dataset), strict=True):
-            wanted = (int(self.dataset.starts[texts.stop] - self.dataset.starts[texts.start]), *row)
+            wanted = (_num_tokens(self.dataset, texts), *row)
             try:
                 found = np.load(self.folder / name, mmap_mode="r", allow_pickle=False)
             except (ValueError, EOFError) as error:
@@ -218,44 +219,41 @@ def build_cache(
 ) -> None:
     """Run the target over all texts and keep what drafters read; resumes where it stopped, and grows with the texts.
 
-    Any number of processes may build one cache: each takes files that nobody else is at, and all return when all files
-    are there. If one of them dies, the others make its files.
+    Any number of processes may build one cache: each makes files that no other process is making, and all return when
+    all files are there. If one of them dies, the others make its files.
 
-    Of a dataset that was split, the whole is kept. It is refused beforehand if it would take more than ``max_bytes``,
-    together with what the folder holds of other texts. A cache that other texts or drafters began without normalizers
-    gets them where they are needed.
+    Of a dataset that was split, the whole is kept. It is refused at the start if it would take more than ``max_bytes``,
+    together with what the folder holds of other texts. A cache that was begun without normalizers gets them if they
+    are needed.
 
     on_tokens: called with the tokens of a file once it is there, whoever made it.
     """
     folder, (dataset, _rows) = Path(folder), dataset.whole
     refuse_large_cache(target, dataset, layers, max_bytes)
     identity = cache_identity(target, layers, normalizer_temperature)
+    names = set(_file_names(dataset, normalizer_temperature))
     if (folder / INDEX).exists():
         index = CacheIndex.read(folder)
-        is_same = _comparable_identity(index.identity, identity) == identity
-        if is_same and set(_file_names(dataset, normalizer_temperature)) <= set(index.files):
+        if _comparable_identity(index.identity, identity) == identity and names <= set(index.files):
             return
     refuse_large_cache(target, dataset, layers, max_bytes, folder)
     refuse_full_disk(folder, _bytes_to_write(folder, target, dataset, layers), "the target's features")
     with _updating(folder, identity) as index:
-        temperature, there = index.identity.get("normalizer"), dict(index.files)
+        there = {name: checksum for name, checksum in index.files.items() if name in names}
     check_files(folder, there, REPAIR)
+    _remove_leftovers(folder)
     unseen = _groups(dataset)
     while unseen:
-        busy = list[range]()
+        files, busy = set(CacheIndex.read(folder).files), list[range]()
         for texts in unseen:
-            digest = _digest(dataset, texts)
-            with claim(folder / f".{digest}.lock") as is_mine:
-                if not is_mine:
-                    busy.append(texts)
-                    continue
-                names = [f"{kind}-{digest}.npy" for kind in _kinds(temperature)]
-                made = _make(folder, names, target, dataset, texts, layers, temperature)
-                if made:
-                    with _updating(folder, identity) as index:
-                        index.files |= made
+            if not files.issuperset(_names(dataset, texts, normalizer_temperature)):
+                with claim(_lock(folder, _digest(dataset, texts))) as is_mine:
+                    if not is_mine:
+                        busy.append(texts)
+                        continue
+                    _make(folder, identity, target, dataset, texts, layers)
             if on_tokens is not None:
-                on_tokens(int(dataset.starts[texts.stop] - dataset.starts[texts.start]))
+                on_tokens(_num_tokens(dataset, texts))
         unseen = busy
         if busy:
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -276,31 +274,50 @@ def _updating(folder: Path, identity: dict[str, Any]) -> Iterator[CacheIndex]:
         write_json(index.model_dump(), folder / INDEX)
 
 
-def _make(
-    folder: Path,
-    names: Sequence[str],
-    target: Target,
-    dataset: TextDataset,
-    texts: range,
-    layers: Sequence[int],
-    normalizer_temperature: float | None,
-) -> dict[str, str]:
-    """Make those of the files of some texts that are not there, and return their checksums.
+def _lock(folder: Path, digest: str) -> Path:
+    """Return the file that a process locks while it makes the files of some texts."""
+    return folder / "locks" / digest
 
-    The caller alone is at these texts, so what a killed process left of them is removed.
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left half-written, also of other texts, unless somebody is writing it now."""
+    for unfinished in folder.glob(f"*.npy.*{UNFINISHED}"):
+        with claim(_lock(folder, unfinished.name.split(".")[0].split("-")[-1])) as is_mine:
+            if is_mine:
+                unfinished.unlink(missing_ok=True)
+
+
+def _make(
+    folder: Path, identity: dict[str, Any], target: Target, dataset: TextDataset, texts: range, layers: Sequence[int]
+) -> None:
+    """Make those of the files of some texts that are not there; the caller holds their lock.
+
+    They have normalizers if the cache has come to have some, whether this run needs them or not.
     """
-    missing = [name for name in names if name not in CacheIndex.read(folder).files]
+    index = CacheIndex.read(folder)  # another process may have held the lock a moment before
+    temperature = index.identity.get("normalizer")
+    missing = [name for name in _names(dataset, texts, temperature) if name not in index.files]
     if not missing:
-        return {}
-    for name in missing:
-        remove_unfinished(folder, name)
-    values, pairs = _run(target, dataset, texts, layers, normalizer_temperature)
-    arrays = [values.view(_storage(values.dtype)).numpy(), *([] if pairs is None else [pairs.numpy()])]
-    for name, array in zip(names, arrays, strict=True):
-        if name in missing:
-            with atomic_write(folder / name) as unfinished, unfinished.open("wb") as file:
-                np.save(file, array)
-    return {name: sha256(folder / name) for name in missing}
+        return
+    rows, widths = _num_tokens(dataset, texts), ((1 + len(layers)) * target.hidden_size, 2)
+    formats = (np.dtype(str(_storage(target.dtype)).split(".")[-1]), np.dtype(np.float64))
+    with ExitStack() as files:
+        arrays = dict[str, NDArray[Any]]()
+        for name, width, number_format in zip(_names(dataset, texts, temperature), widths, formats, strict=False):
+            if name in missing:
+                remove_unfinished(folder, name)
+                unfinished = files.enter_context(atomic_write(folder / name))
+                arrays[name] = open_memmap(unfinished, mode="w+", dtype=number_format, shape=(rows, width))
+        at = 0
+        for found in _run(target, dataset, texts, layers, temperature):
+            for name, values in zip(_names(dataset, texts, temperature), found, strict=True):
+                if name in missing:
+                    arrays[name][at : at + len(values)] = values
+            at += len(found[0])
+        arrays.clear()  # nothing is mapped any more when the files take their places
+    checksums = {name: sha256(folder / name) for name in missing}
+    with _updating(folder, identity) as index:
+        index.files |= checksums
 
 
 def _bytes_to_write(folder: Path, target: Target, dataset: TextDataset, layers: Sequence[int]) -> int:
@@ -334,9 +351,11 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def _run(
     target: Target, dataset: TextDataset, texts: range, layers: Sequence[int], normalizer_temperature: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return ``[T, (1 + K) * H]`` of some texts, hidden states then features, and ``[T, 2]`` log Z and argmax."""
-    values, pairs = [], []
+) -> Iterator[list[NDArray[Any]]]:
+    """Yield rows of some texts, pass by pass: ``[t, (1 + K) * H]`` hidden states then features, ``[t, 2]`` normalizers.
+
+    The latter, log Z and argmax, are left out without a temperature.
+    """
     group: list[int] = []
     for text in texts:
         group.append(text)
@@ -344,12 +363,13 @@ def _run(
             packed = [torch.from_numpy(dataset[each].astype(np.int64)) for each in group]
             tokens, positions, spans = pack_tokens(packed)
             out = target.forward(tokens.to(target.device), layers=layers, spans=spans, positions=positions)
-            values.append((out.hidden if out.features is None else torch.cat([out.hidden, out.features], -1))[0].cpu())
+            values = (out.hidden if out.features is None else torch.cat([out.hidden, out.features], -1))[0].cpu()
+            found = [values.view(_storage(values.dtype)).numpy()]
             if normalizer_temperature is not None:
-                found = target.normalizer(out.hidden[0], normalizer_temperature)
-                pairs.append(torch.stack([found.log_z.double(), found.argmax.double()], -1).cpu())
+                of = target.normalizer(out.hidden[0], normalizer_temperature)
+                found.append(torch.stack([of.log_z.double(), of.argmax.double()], -1).cpu().numpy())
+            yield found
             group = []
-    return torch.cat(values), torch.cat(pairs) if pairs else None
 
 
 def _groups(dataset: TextDataset) -> list[range]:
@@ -357,14 +377,21 @@ def _groups(dataset: TextDataset) -> list[range]:
     return [range(start, min(start + TEXTS_PER_FILE, len(dataset))) for start in range(0, len(dataset), TEXTS_PER_FILE)]
 
 
+def _num_tokens(dataset: TextDataset, texts: range) -> int:
+    """Return the number of tokens of some texts, which is the number of rows of their files."""
+    return int(dataset.starts[texts.stop] - dataset.starts[texts.start])
+
+
+def _names(dataset: TextDataset, texts: range, normalizer_temperature: float | None) -> list[str]:
+    """Return the names of the files of some texts: features, then normalizers if there are any."""
+    kinds = ["features"] if normalizer_temperature is None else ["features", "normalizer"]
+    return [f"{kind}-{_digest(dataset, texts)}.npy" for kind in kinds]
+
+
 def _file_names(dataset: TextDataset, normalizer_temperature: float | None = None) -> list[str]:
-    return [
-        f"{kind}-{_digest(dataset, texts)}.npy" for kind in _kinds(normalizer_temperature) for texts in _groups(dataset)
-    ]
-
-
-def _kinds(normalizer_temperature: float | None) -> list[str]:
-    return ["features"] if normalizer_temperature is None else ["features", "normalizer"]
+    """Return the names of all files of a dataset, first those of features."""
+    of_groups = [_names(dataset, texts, normalizer_temperature) for texts in _groups(dataset)]
+    return [name for kind in zip(*of_groups, strict=True) for name in kind]
 
 
 def _digest(dataset: TextDataset, texts: range) -> str:

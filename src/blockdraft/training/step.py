@@ -28,8 +28,7 @@ from blockdraft.data import (
     collate,
     partition,
 )
-from blockdraft.data.features import build_cache, refuse_large_cache
-from blockdraft.distributed import Distributed
+from blockdraft.data.features import build_cache
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.attention import Anchors, BlockAttention, ReferenceAttention, default_attention
 from blockdraft.drafters.backbone import Layer
@@ -102,24 +101,22 @@ def make_features(
     dataset: TextDataset,
     layers: Sequence[int],
     normalizer_temperature: float | None,
-    distributed: Distributed,
     on_features: Callable[[int, int], None] | None = None,
 ) -> Features:
     """Return what gives batches the target's features: the target itself, or a cache, of which the rest is built first.
+
+    All processes of a run build it together.
 
     Args:
         recipe, target, dataset: of the run.
         layers: the target layers that the drafter reads.
         normalizer_temperature: at which the target's normalizer is needed as well; None if it is not.
-        distributed: all processes build the cache together.
         on_features: called while a cache is built, with the tokens that are done and all there are.
     """
     data = recipe.data
     if data.features == "online":
         return OnlineFeatures(target, layers, normalizer_temperature)
     assert data.cache is not None
-    max_bytes = int(data.cache_gib * 2**30)
-    refuse_large_cache(target, dataset, layers, max_bytes)
     done = 0
 
     def count(tokens: int) -> None:
@@ -129,10 +126,9 @@ def make_features(
             on_features(done, len(dataset.whole[0].tokens))
 
     build_cache(
-        data.cache, target, dataset, layers, max_bytes=max_bytes, normalizer_temperature=normalizer_temperature,
-        on_tokens=count,
+        data.cache, target, dataset, layers, max_bytes=int(data.cache_gib * 2**30),
+        normalizer_temperature=normalizer_temperature, on_tokens=count,
     )  # fmt: skip
-    distributed.barrier()
     return CachedFeatures(data.cache, target, dataset, layers, normalizer_temperature)
 
 

@@ -127,7 +127,7 @@ class Trainer:
         temperature = self.objective.temperature
         self.features = make_features(
             self.recipe, target, training, self.config.target_layers,
-            None if self.drafter.draft_ids is None else temperature, self.distributed, on_features,
+            None if self.drafter.draft_ids is None else temperature, on_features,
         )  # fmt: skip
         self.heldout = HeldOut.of(heldout, self.recipe, self.drafter, temperature, target, self.distributed)
         self.coverage = None if self.heldout is None else self.heldout.coverage
