@@ -38,6 +38,7 @@ from tiny import tiny_drafter, tiny_target
         (["objective.options.form=linear"], "BV linear"),
         (["objective.options.form=population"], "BV population"),
         (["objective.options.ramp_floor=null"], "BV (no ramp floor)"),
+        (["objective.options.control_variate=true"], "BV (control variate)"),
         (["drafter.kind=dspark", "objective.options.ramp_floor=1e-6"], "BV (ramp floor 1e-06)"),
         (["objective.options.length_floor=0.001", "annealing.final=0.5"], "BV (beta to 0.5, length floor 0.001)"),
         (["objective.options.temperature=2"], "BV (temperature 2)"),

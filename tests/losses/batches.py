@@ -23,6 +23,9 @@ OBJECTIVES = [
     ("bv", {"beta": 0.0, "ramp_floor": 1e-2}),
     ("bv", {"summand_floor": -2.0, "length_floor": 0.5}),
     ("bv", {"summand_floor": None, "length_floor": None}),
+    ("bv", {"control_variate": True}),
+    ("bv", {"control_variate": True, "beta": 0.37, "ramp_floor": 1e-2}),
+    ("bv", {"control_variate": True, "beta": 0.0}),
     ("token-bv", {"form": "linear"}),
     ("token-bv", {"form": "population"}),
     ("token-bv", {}),
@@ -42,6 +45,12 @@ OBJECTIVES = [
 
 STOPS_GRADIENTS = {"lk-hybrid", "dpace", "rounds"}
 """Objectives with factors held fixed in the gradient, which finite differences cannot know of."""
+
+
+def has_exact_gradient(name, options) -> bool:
+    """Whether an objective's gradient is that of its value."""
+    return name not in STOPS_GRADIENTS and not options.get("control_variate")
+
 
 IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in options.items())}" for name, options in OBJECTIVES]
 

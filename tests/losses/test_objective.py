@@ -82,6 +82,7 @@ def test_an_objective_describes_itself_completely():
         "summand_floor": -80.0,
         "length_floor": 1e-6,
         "ramp_floor": 1e-6,
+        "control_variate": False,
     }
 
 

@@ -28,6 +28,14 @@ def test_a_run_has_the_recipe_of_its_cell(assignments):
     assert differences(recorded(*assignments), wanted(*assignments)) == []
 
 
+def test_an_option_that_is_newer_than_a_run_stands_at_its_default():
+    run = recorded()
+    options = {name: value for name, value in run.objective.options.items() if name != "control_variate"}
+    older = run.model_copy(update={"objective": run.objective.model_copy(update={"options": options})})
+    assert differences(older, wanted()) == []
+    assert differences(older, wanted("objective.options.control_variate=true")) == ["objective"]
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -22,14 +22,17 @@ def test_the_defaults_are_the_papers():
 
 def test_every_combination_is_shipped_and_valid():
     names = shipped_names()
-    assert len(names) == 4 * 2 * 14
+    assert len(names) == 4 * 2 * 15
     for name in names:
         recipe = load_recipe(name)
         kind, objective = re.fullmatch(r".+?-(dflash|dspark)-(.+)", name).groups()
         assert recipe.drafter.kind == kind
-        assert recipe.objective.name == {"bv-no-annealing": "bv", "bv-post": "bv", "dspark-mix": "dspark"}.get(
-            objective, objective
-        )
+        assert recipe.objective.name == {
+            "bv-no-annealing": "bv",
+            "bv-post": "bv",
+            "bv-cv": "bv",
+            "dspark-mix": "dspark",
+        }.get(objective, objective)
     for target in ("qwen3-4b", "qwen3-8b"):
         recipe = load_recipe(f"{target}-dflash-bv")
         assert recipe.logging.keep_epoch_checkpoints
@@ -105,11 +108,11 @@ def test_a_resolved_recipe_states_everything_and_means_the_same():
         resolved = recipe.resolved()
         assert resolved.resolved() == resolved
         assert resolved.make_objective() == recipe.make_objective()
-        assert (resolved.annealing is not None) == name.endswith(("-bv", "-bv-post", "-token-bv", "-rounds"))
+        assert (resolved.annealing is not None) == name.endswith(("-bv", "-bv-post", "-bv-cv", "-token-bv", "-rounds"))
     options = load_recipe("qwen3-4b-dflash-bv").resolved().objective.options
     assert options == {
         "temperature": 1.0, "form": "log", "estimator": "integrated", "summand_floor": -80.0, "length_floor": 1e-6,
-        "ramp_floor": 1e-6,
+        "ramp_floor": 1e-6, "control_variate": False,
     }  # fmt: skip
     assert load_recipe("qwen3-4b-dspark-ce").resolved().objective.options["eta"] == 4.0
 

@@ -307,6 +307,8 @@ def _objective_label(recipe: Recipe) -> str:
 def _note(name: str, value: Any) -> str:
     if value is None:
         return f"no {name}"
+    if value is True:
+        return name
     return f"{name} {value:g}" if isinstance(value, int | float) else f"{name} {value}"
 
 

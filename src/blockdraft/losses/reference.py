@@ -34,6 +34,7 @@ class Options:
     summand_floor: float | None = -80.0
     length_floor: float | None = 1e-6
     ramp_floor: float | None = None
+    control_variate: bool = False
     mix: float = 0.5
     decay: float = 3.0
     ce_weight: float = 0.1
@@ -64,7 +65,7 @@ def reference_loss(
         if name == "rounds":
             runs.setdefault(n if segments is None else int(segments[n]), []).append((p, q, y))
             continue
-        above, below = block_sums(name, p, q, y, chosen)
+        above, below = block_sums(name, p, q, y, draft_logits.shape[1], chosen)
         numerator, denominator = numerator + above, denominator + below
     for run in runs.values():
         above, below = run_sums(run, draft_logits.shape[1], chosen)
@@ -77,7 +78,7 @@ def reference_loss(
 
 
 def block_sums(
-    name: str, p: list[Probabilities], q: list[Probabilities], y: list[int], options: Options
+    name: str, p: list[Probabilities], q: list[Probabilities], y: list[int], block_size: int, options: Options
 ) -> tuple[Tensor, float]:
     """Return what one block adds to the numerator and to the denominator."""
     zero, length = torch.zeros_like(q[0][0]), len(y)
@@ -90,7 +91,10 @@ def block_sums(
             lost = lost + 1 - kept
         return lost, float(length)
     if name in ("bv", "token-bv"):
-        return _prefix_sums(_prefix_scores(name, p, q, y, options.estimator), options)
+        above, below = _prefix_sums(_prefix_scores(name, p, q, y, options.estimator), options)
+        if options.control_variate:
+            above = above + _control_variate(p, q, y, block_size, options.beta)
+        return above, below
     above, below = zero, 0.0
     for i in range(length):
         weight = math.exp(-i / options.eta)
@@ -243,6 +247,26 @@ def _prefix_sums(scores: list[Tensor], options: Options) -> tuple[Tensor, float]
     if options.beta == 0:
         return -_sum([torch.log(s) for s in positive]) / len(positive), 1.0
     return -torch.log(_sum([s**options.beta for s in positive]) / len(scores)) / options.beta, 1.0
+
+
+def _control_variate(
+    p: list[Probabilities], q: list[Probabilities], y: list[int], block_size: int, beta: float
+) -> Tensor:
+    """Return 0 with the gradient of sum_j c^_j (KL_j + log q_j(y_j)); see `blockdraft.losses.bv.foreseen_credit`."""
+    sampled, integrated = reference_scores(p, q, y)
+    variate, r = torch.zeros_like(q[0][0]), 1.0
+    for j, token in enumerate(y):
+        state = (sampled[j - 1].item() if j > 0 else 1.0) / r
+        known = [min(1.0, score.item()) for score in integrated[: j + 1]]
+        later = [known[j] ** (i / (j + 1)) for i in range(j + 2, block_size + 1)]
+        powers = [score**beta for score in (*known, *later)]
+        credit = state * sum(powers[j + 1 :]) / sum(powers) / (1 + beta)
+        kl = _sum([target * torch.log(target / draft) for target, draft in zip(p[j], q[j], strict=True) if draft > 0])
+        variate = variate + credit * kl
+        if q[j][token] > 0:
+            variate = variate + credit * torch.log(q[j][token])
+            r = r * (q[j][token] / p[j][token]).item()
+    return variate - variate.detach()
 
 
 def _dpace(q: list[Probabilities], y: list[int], mix: float) -> Tensor:

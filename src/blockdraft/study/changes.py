@@ -28,7 +28,8 @@ def differences(run: Recipe, cell: Recipe) -> list[str]:
     if part.initial not in ("scratch", "target"):
         open_fields = {n for n in OF_THE_FOLDER if n not in part.model_fields_set or getattr(part, n) is None}
     left_out = {"batch": {"gradient_accumulation_steps"}, "drafter": open_fields}
-    found, wanted = (each.model_dump(include=set(COMPARED), exclude=left_out) for each in (run, cell.resolved()))
+    both = run.resolved(), cell.resolved()  # a run of an earlier version states no option that is newer
+    found, wanted = (each.model_dump(include=set(COMPARED), exclude=left_out) for each in both)
     return [name for name in COMPARED if found[name] != wanted[name]]
 
 
