@@ -53,7 +53,7 @@ def test_every_shipped_study_is_valid_and_the_papers_has_its_28_cells():
     assert (evaluation.num_prompts, evaluation.num_decoded) == (None, None)
     assert (evaluation.max_new_tokens, evaluation.checkpoint, evaluation.dynamics_texts) == (256, "last", 512)
     matrix = load_study("pocket")
-    assert len(matrix.cells) == 2 * 12 * 3
+    assert len(matrix.cells) == 2 * 13 * 3
 
 
 def test_mistakes_are_said_before_anything_runs(tmp_path):
