@@ -26,6 +26,7 @@ OBJECTIVES = [
     ("bv", {"control_variate": True}),
     ("bv", {"control_variate": True, "beta": 0.37, "ramp_floor": 1e-2}),
     ("bv", {"control_variate": True, "beta": 0.0}),
+    ("bv", {"control_variate": True, "summand_floor": -2.0}),
     ("token-bv", {"form": "linear"}),
     ("token-bv", {"form": "population"}),
     ("token-bv", {}),

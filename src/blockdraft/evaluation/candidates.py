@@ -305,7 +305,7 @@ def _objective_label(recipe: Recipe) -> str:
 
 
 def _note(name: str, value: Any) -> str:
-    if value is None:
+    if value is None or value is False:
         return f"no {name}"
     if value is True:
         return name

@@ -135,8 +135,8 @@ class BV(PrefixObjective):
     """BV is the block verification-aware loss (Kim et al., *BV Loss*).
 
     estimator: ``"integrated"`` scores abar_i (the paper's runs) or ``"sampled"`` ones, a~_i.
-    control_variate: take the noise of sampled labels out of the gradient as far as it can be foreseen, see
-        `foreseen_credit`. This project's own, for integrated scores in the log form; off in the paper.
+    control_variate: add a term of mean zero to the gradient that reduces the variance due to sampled labels; the
+        expected gradient does not change (`expected_credit`). Not in the paper; for integrated scores in the log form.
 
     Every position of a block weighs the same; the prefix scores themselves make early positions matter more.
     """
@@ -149,6 +149,8 @@ class BV(PrefixObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.name, "estimator", self.estimator, get_args(BVEstimator))
+        if not isinstance(self.control_variate, bool):
+            raise ValueError(f"{self.name}: control_variate must be true or false, got {self.control_variate!r}")
         if self.control_variate and (self.form, self.estimator) != ("log", "integrated"):
             raise ValueError(
                 f"{self.name}: control_variate belongs to integrated scores in the log form, not to "
@@ -161,39 +163,51 @@ class BV(PrefixObjective):
     def sums(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         if not self.control_variate:
             return super().sums(blocks)
-        noise = blocks.kl - blocks.cross_entropy  # first, so that one sweep over the vocabulary takes all sums
+        zero_mean = blocks.kl_and_log_integrated[0] - blocks.cross_entropy
         numerator, denominator = super().sums(blocks)
-        credit = foreseen_credit(blocks.log_integrated.detach(), blocks.log_state.detach(), self.beta)
-        variate = blocks.sum_over_valid(credit * noise)
-        return numerator + (variate - variate.detach()), denominator
+        credit = expected_credit(blocks.log_integrated.detach(), blocks.log_state.detach(), self.beta, self._log_floor)
+        control = blocks.sum_over_valid(credit * zero_mean)
+        return numerator + (control - control.detach()), denominator
+
+    @property
+    def _log_floor(self) -> float:
+        """Give the log score at and below which scores pass no gradient."""
+        if self.beta == 1:
+            return -math.inf if self.summand_floor is None else self.summand_floor
+        return -math.inf if self.ramp_floor is None else math.log(self.ramp_floor)
 
 
-def foreseen_credit(log_integrated: Tensor, log_state: Tensor, beta: float) -> Tensor:
-    """Return the credit that each label of a block can be expected to get, ``[N, B]``, from what comes before it.
+def expected_credit(log_integrated: Tensor, log_state: Tensor, beta: float, log_floor: float = -math.inf) -> Tensor:
+    """Predict, from the labels before it, the coefficient of each label's log-probability in the gradient of BV.
 
-    The gradient of BV holds -c_j grad log q_j(y_j) for every label, with its credit c_j, the share of the later scores
-    that hang on it. Adding c^_j grad (KL(p_j || q_j) + log q_j(y_j)) changes no expectation, whatever number c^_j is
-    that does not depend on y_j or on anything behind it, since E_p[-grad log q_j] = grad KL(p_j || q_j). It takes
-    noise away as far as c^_j is near c_j. Here
+    That gradient holds -c_j grad log q_j(y_j) for every label. Whatever c^_j is, if y_{<j} determines it, adding
+    c^_j grad (KL(p_j || q_j) + log q_j(y_j)) leaves the expected gradient unchanged, since the expectation of
+    grad log q_j(y_j) is -grad KL. The closer c^_j is to c_j, the smaller the variance. Here
 
-        c^_j = a_{j-1} / (1 + beta) sum_{i>j} w_i,   w the shares of abar_1, .., abar_j, abar_j^((j+1)/j), ..
+        c^_j = a_{j-1} / (1 + beta) sum_{i>j} w_i
 
-    The scores that are not known yet go on falling as they did up to j. The factor in front is the mean of
-    1[u < a_{j-1}] (u / a_{j-1})^beta over u uniform on [0, 1]: only a label with q_j/p_j < a_{j-1} lowers the later
-    scores, by that factor.
+    with w_i the shares of abar_1^beta, .., abar_j^beta, abar_j^(beta (j+1)/j), abar_j^(beta (j+2)/j), ..
+
+    Scores that are not known yet are extrapolated geometrically from abar_j. The factor in front is the mean of
+    1[u < a_{j-1}] (u / a_{j-1})^beta over u uniform on [0, 1], as a rough model of u = q_j(y_j)/p_j(y_j): a label with
+    u < a_{j-1} lowers the later scores by the factor u / a_{j-1}.
 
     Args:
         log_integrated: log abar_i, ``[N, B]``.
         log_state: log a_{i-1}, ``[N, B]``.
         beta: exponent of the power mean.
+        log_floor: scores at or below it pass no gradient.
+
+    Returns:
+        c^ ``[N, B]``, between 0 and 1.
     """
     block_size = log_integrated.shape[-1]
     position = torch.arange(1, block_size + 1, dtype=log_integrated.dtype, device=log_integrated.device)
     is_later = position > position[:, None]  # [j, i]
     known = log_integrated.clamp(max=0)
-    foreseen = torch.where(is_later, known[..., :, None] * (position / position[:, None]), known[..., None, :])
-    shares = (beta * foreseen).softmax(-1)  # [N, j, i]
-    return torch.where(is_later, shares, 0).sum(-1) * log_state.exp() / (1 + beta)
+    predicted = torch.where(is_later, known[..., :, None] * (position / position[:, None]), known[..., None, :])
+    shares = (beta * predicted.clamp(min=log_floor)).softmax(-1)  # [N, j, i]
+    return torch.where(is_later & (predicted > log_floor), shares, 0).sum(-1) * log_state.exp() / (1 + beta)
 
 
 @register

@@ -336,7 +336,7 @@ def choose_rows(objective: Objective, kind: LogitKind, kernels: bool | None = No
         return Rows
     choices = tuple(getattr(objective, field.name) for field in fields(objective))
     key = (
-        type(objective), *(choice for choice in choices if isinstance(choice, str)), *kind.dtypes, kind.stats,
+        type(objective), *(choice for choice in choices if isinstance(choice, str | bool)), *kind.dtypes, kind.stats,
         kind.is_partial, kind.is_indexed,
         kind.vocab_size if kind.vocab_size < CHECK_VOCABULARY else kind.vocab_size % 16,
     )  # fmt: skip

@@ -93,7 +93,7 @@ def block_sums(
     if name in ("bv", "token-bv"):
         above, below = _prefix_sums(_prefix_scores(name, p, q, y, options.estimator), options)
         if options.control_variate:
-            above = above + _control_variate(p, q, y, block_size, options.beta)
+            above = above + _control_variate(p, q, y, block_size, options)
         return above, below
     above, below = zero, 0.0
     for i in range(length):
@@ -250,23 +250,27 @@ def _prefix_sums(scores: list[Tensor], options: Options) -> tuple[Tensor, float]
 
 
 def _control_variate(
-    p: list[Probabilities], q: list[Probabilities], y: list[int], block_size: int, beta: float
+    p: list[Probabilities], q: list[Probabilities], y: list[int], block_size: int, options: Options
 ) -> Tensor:
-    """Return 0 with the gradient of sum_j c^_j (KL_j + log q_j(y_j)); see `blockdraft.losses.bv.foreseen_credit`."""
+    """Return 0 with the gradient of sum_j c^_j (KL_j + log q_j(y_j)); see `blockdraft.losses.bv.expected_credit`."""
+    beta, floor = options.beta, options.ramp_floor or 0.0
+    if beta == 1:
+        floor = 0.0 if options.summand_floor is None else math.exp(options.summand_floor)
     sampled, integrated = reference_scores(p, q, y)
-    variate, r = torch.zeros_like(q[0][0]), 1.0
+    control, r = torch.zeros_like(q[0][0]), 1.0
     for j, token in enumerate(y):
         state = (sampled[j - 1].item() if j > 0 else 1.0) / r
         known = [min(1.0, score.item()) for score in integrated[: j + 1]]
         later = [known[j] ** (i / (j + 1)) for i in range(j + 2, block_size + 1)]
-        powers = [score**beta for score in (*known, *later)]
-        credit = state * sum(powers[j + 1 :]) / sum(powers) / (1 + beta)
-        kl = _sum([target * torch.log(target / draft) for target, draft in zip(p[j], q[j], strict=True) if draft > 0])
-        variate = variate + credit * kl
+        total = sum(max(score, floor) ** beta for score in (*known, *later))
+        credit = state * sum(score**beta for score in later if score > floor) / total / (1 + beta)
+        pairs = zip(p[j], q[j], strict=True)
+        kl = _sum([target * torch.log(target / draft) for target, draft in pairs if target > 0 and draft > 0])
+        control = control + credit * kl
         if q[j][token] > 0:
-            variate = variate + credit * torch.log(q[j][token])
+            control = control + credit * torch.log(q[j][token])
             r = r * (q[j][token] / p[j][token]).item()
-    return variate - variate.detach()
+    return control - control.detach()
 
 
 def _dpace(q: list[Probabilities], y: list[int], mix: float) -> Tensor:

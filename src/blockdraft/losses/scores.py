@@ -143,6 +143,14 @@ class Blocks:
             self._both_overlaps = overlaps
         return self.kl, self.overlap
 
+    @cached_property
+    def kl_and_log_integrated(self) -> tuple[Tensor, Tensor]:
+        """Give `kl` and `log_integrated` from one sweep over the vocabulary, for an objective that wants both."""
+        if self._for_statistics:
+            return self.kl, self.log_integrated  # `kl` takes both overlaps along
+        self.kl, self._state_overlap = (self._per_block(each) for each in self.rows.kl_and_overlaps(self._state))
+        return self.kl, self.log_integrated
+
     # Prefixes
 
     @cached_property
