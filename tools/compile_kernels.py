@@ -49,6 +49,7 @@ TERMS = {
     "S(1), S(a)": {"HAS_LABEL": True, "NUM_SCALES": 2},
     "KL": {"HAS_KL": True},
     "KL, S(1)": {"HAS_KL": True, "NUM_SCALES": 1},
+    "label, KL, S(a)": {"HAS_LABEL": True, "HAS_KL": True, "NUM_SCALES": 1},
     "reverse KL": {"HAS_REVERSE_KL": True},
     "all": {"HAS_LABEL": True, "NUM_SCALES": 2, "HAS_KL": True, "HAS_REVERSE_KL": True},
 }

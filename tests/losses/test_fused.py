@@ -264,17 +264,27 @@ def test_labels_are_checked_once_for_all_chunks(monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(("name", "num_scales"), [("tv", 1), ("bv", 1), ("ce", 0), ("kl", 0), ("lk-hybrid", 1)])
-def test_without_statistics_only_the_sums_of_the_objective_are_taken(name, num_scales, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "options", "num_scales"),
+    [
+        ("tv", {}, 1),
+        ("bv", {}, 1),
+        ("bv", {"control_variate": True}, 1),
+        ("ce", {}, 0),
+        ("kl", {}, 0),
+        ("lk-hybrid", {}, 1),
+    ],
+)
+def test_without_statistics_only_the_sums_of_the_objective_are_taken(name, options, num_scales, monkeypatch):
     taken = []
     sweep = Rows._sweep
     monkeypatch.setattr(
         Rows, "_sweep", lambda rows, scales, **options: taken.append(len(scales)) or sweep(rows, scales, **options)
     )
-    value = fused_linear_objective(objective(name), **problem(), stats=False)
+    value = fused_linear_objective(objective(name, **options), **problem(), stats=False)
     assert taken == ([] if name == "ce" else [num_scales])
     taken.clear()
-    with_statistics = fused_linear_objective(objective(name), **problem())
+    with_statistics = fused_linear_objective(objective(name, **options), **problem())
     assert taken == [2]
     torch.testing.assert_close(value.loss, with_statistics.loss, atol=0, rtol=0)
 

@@ -44,7 +44,8 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 ROUNDING = {torch.bfloat16: 2**-8 if HAS_GPU else 2**-7, torch.float16: 2**-11}
 ONE_OF_A_KIND = [
     ("ce", {}), ("kl", {}), ("rkl", {}), ("lk", {}), ("bv", {}), ("bv", {"estimator": "sampled", "form": "population"}),
-    ("bv", {"beta": 0.37}), ("token-bv", {}), ("lk-hybrid", {}), ("dspark", {}), ("dpace", {}),
+    ("bv", {"beta": 0.37}), ("bv", {"control_variate": True}), ("token-bv", {}), ("lk-hybrid", {}),
+    ("dspark", {}), ("dpace", {}),
 ]  # fmt: skip
 """Objectives that differ in their sums."""
 
