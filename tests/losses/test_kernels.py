@@ -438,6 +438,18 @@ def test_wrong_kernels_are_reported_once_and_not_used(case, dtype, monkeypatch):
 
 
 @pytest.mark.usefixtures("_unchecked")
+def test_an_objective_with_another_option_is_checked_by_itself(monkeypatch):
+    data = with_leaves(on_device(problem(2, 2, dtype=torch.float32)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fused_linear_objective(objective("bv"), **data)
+        count_calls(monkeypatch, "launch_gradient", lambda *a: a[0].mul_(1.02))
+        fused_linear_objective(objective("bv"), **data)
+    with pytest.warns(SelfCheckWarning, match="the gradient is off by"):
+        fused_linear_objective(objective("bv", control_variate=True), **data)
+
+
+@pytest.mark.usefixtures("_unchecked")
 @pytest.mark.parametrize("by", ["environment", "argument"])
 def test_wrong_kernels_are_an_error_if_one_wants_them_to_be(by, monkeypatch):
     data = on_device(problem(2, 2, dtype=torch.float32))
