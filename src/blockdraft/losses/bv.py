@@ -135,7 +135,7 @@ class BV(PrefixObjective):
     """BV is the block verification-aware loss (Kim et al., *BV Loss*).
 
     estimator: ``"integrated"`` scores abar_i (the paper's runs) or ``"sampled"`` ones, a~_i.
-    control_variate: add a term of mean zero to the gradient that reduces the variance due to sampled labels; the
+    control_variate: add a zero-mean term to the gradient that usually reduces the variance due to sampled labels; the
         expected gradient does not change (`expected_credit`). Not in the paper; for integrated scores in the log form.
 
     Every position of a block weighs the same; the prefix scores themselves make early positions matter more.
