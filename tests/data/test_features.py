@@ -65,6 +65,18 @@ def test_a_cache_gives_what_the_target_gives(tmp_path, paths, dtype):
         assert ours.hidden.dtype == dtype
 
 
+def test_progress_counts_files_that_others_made_meanwhile(tmp_path, paths, monkeypatch):
+    make, counted = module._make, []
+
+    def make_all(folder, identity, target, dataset, _texts, layers):
+        for texts in module._groups(dataset):
+            make(folder, identity, target, dataset, texts, layers)
+
+    monkeypatch.setattr(module, "_make", make_all)
+    build_cache(tmp_path, tiny_target(), paths, LAYERS, max_bytes=10**8, on_tokens=counted.append)
+    assert counted == [len(paths.tokens)]
+
+
 def test_texts_are_read_by_threads_into_memory_that_a_gpu_can_fetch(tmp_path, paths, monkeypatch):
     """For a GPU every tensor is asked for pinned; the numbers are those of a plain read, whoever reads them."""
     target = tiny_target()

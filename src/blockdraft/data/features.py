@@ -226,7 +226,7 @@ def build_cache(
     together with what the folder holds of other texts. A cache that was begun without normalizers gets them if they
     are needed.
 
-    on_tokens: called with the tokens of a file once it is there, whoever made it.
+    on_tokens: called with the tokens of files that have come to be there, whoever made them.
     """
     folder, (dataset, _rows) = Path(folder), dataset.whole
     refuse_large_cache(target, dataset, layers, max_bytes)
@@ -242,21 +242,25 @@ def build_cache(
         there = {name: checksum for name, checksum in index.files.items() if name in names}
     check_files(folder, there, REPAIR)
     _remove_leftovers(folder)
-    unseen = _groups(dataset)
-    while unseen:
-        files, busy = set(CacheIndex.read(folder).files), list[range]()
-        for texts in unseen:
-            if not files.issuperset(_names(dataset, texts, normalizer_temperature)):
-                with claim(_lock(folder, _digest(dataset, texts))) as is_mine:
-                    if not is_mine:
-                        busy.append(texts)
-                        continue
-                    _make(folder, identity, target, dataset, texts, layers)
-            if on_tokens is not None:
-                on_tokens(_num_tokens(dataset, texts))
-        unseen = busy
-        if busy:
+    missing = _groups(dataset)
+    while missing:
+        is_mine = any(_try_to_make(folder, identity, target, dataset, texts, layers) for texts in missing)
+        files, unseen = set(CacheIndex.read(folder).files), missing
+        missing = [t for t in unseen if not files.issuperset(_names(dataset, t, normalizer_temperature))]
+        if on_tokens is not None and len(missing) < len(unseen):
+            on_tokens(sum(_num_tokens(dataset, texts) for texts in unseen if texts not in missing))
+        if missing and not is_mine:
             time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _try_to_make(
+    folder: Path, identity: dict[str, Any], target: Target, dataset: TextDataset, texts: range, layers: Sequence[int]
+) -> bool:
+    """Make the files of some texts that are not there, unless another process is at it; return whether it was not."""
+    with claim(_lock(folder, _digest(dataset, texts))) as is_mine:
+        if is_mine:
+            _make(folder, identity, target, dataset, texts, layers)
+        return is_mine
 
 
 @contextmanager
