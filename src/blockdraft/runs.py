@@ -189,7 +189,7 @@ class Run:
     def heldout_metrics(self, step: int) -> dict[str, Any] | None:
         """Return what was measured on held-out texts at one step, or None."""
         for line in self.metrics():
-            if line.get("step") == step and "heldout_length_block" in line:
+            if line["step"] == step and line["heldout_length_block"] is not None:
                 return {name: value for name, value in line.items() if name.startswith("heldout_")}
         return None
 

@@ -21,6 +21,8 @@ from blockdraft.evaluation import (
     read_results,
 )
 from blockdraft.evaluation.dynamics import NO_EPOCH_YET, NO_EPOCHS, fixed_blocks, measure_checkpoint, training_dynamics
+from blockdraft.evaluation.metrics import learning_curve
+from blockdraft.verification import RULES
 
 import runs
 from evaluating import B, bigram_target, equal_drafter, tasks
@@ -100,6 +102,24 @@ def test_an_interrupted_evaluation_measures_every_checkpoint_once(kept, tmp_path
     assert len(measured) == 2 + 2 + 2, "two alone, and two of the drafter that was added"
     assert [each.drafter for each in both.dynamics] == ["run", "added"]
     assert both.dynamics[0] == first.dynamics[0]
+
+
+def test_a_learning_curve_is_what_the_run_measured_up_to_the_checkpoint(kept):
+    (found,) = of(kept, "run")
+    lines = {line["step"]: line for line in found.run.metrics() if line["heldout_length_block"] is not None}
+    curve = learning_curve(found)
+    assert [point.step for point in curve] == sorted(lines)
+    assert curve[-1].step == found.step
+    for point in curve:
+        line = lines[point.step]
+        assert point.accuracy == line["heldout_token_accuracy"]
+        assert point.draft_length == {rule: line[f"heldout_length_{rule}"] for rule in RULES}
+    trained = [line["num_blocks"] for line in found.run.metrics() if "num_blocks" in line]
+    assert curve[0].num_blocks == 0
+    assert curve[-1].num_blocks == sum(trained)  # every step is logged here
+    first = sorted(lines)[1]
+    assert [point.step for point in learning_curve(replace(found, step=first))] == sorted(lines)[:2]
+    assert learning_curve(replace(found, run=None)) == []
 
 
 def test_what_was_measured_otherwise_is_measured_again(kept, tmp_path, measured):

@@ -25,11 +25,13 @@ EXPECTED = {
     "tasks-pocket": ["Talk & 100% chat", "DSpark, T=1 (block verification)", "tokens per verification call, τ"],
     "seconds-pocket": ["Autoregressive", "DFlash BV", "milliseconds per token", "verify", "prefill", "11.11"],
     "temperature-pocket": ["draft temperature", "predicted τ", "DFlash, token verification", "0.0"],
+    "learning-pocket": ["DFlash, block verification", "DSpark, greedy verification", "blocks trained on", "45k"],
     "dynamics-pocket": ["DFlash: token accuracy", "DSpark: accepted draft length", "epoch"],
     "retention-qwen-3-dflash": ["Sums", "KL"],
     "tasks-qwen-3": ["DFlash, T=0 (greedy)"],
     "seconds-qwen-3": ["DFlash KL"],
     "temperature-qwen-3": ["KL"],
+    "learning-qwen-3": ["DFlash, token verification", "KL"],
 }
 
 
@@ -168,6 +170,20 @@ def test_one_hot_drafts_are_open_markers_at_zero(evaluations):
     assert len(found) == 3
 
 
+def test_learning_curves_are_drawn_by_rule_over_the_blocks_trained_on(evaluations, tmp_path):
+    found = read_evaluations(evaluations)
+    drawing = drawn(evaluations, "learning-pocket")
+    entries = found.of("pocket", "DFlash")
+    for panel, rule in zip(drawing.figure.axes[:3], ("greedy", "token", "block"), strict=True):
+        for line, entry in zip(panel.lines, entries, strict=True):
+            assert list(line.get_xdata()) == [0, 256 * 88, 256 * 176]
+            assert list(line.get_ydata()) == [point.draft_length[rule] for point in entry.about.heldout]
+    made = synthetic.results()
+    alone = [about.model_copy(update={"heldout": about.heldout[:1]}) for about in made.drafters]
+    folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": alone}))
+    assert "learning-pocket" not in [each.name for each in figures(read_evaluations([folder]))]
+
+
 def test_inks_are_the_objectives(evaluations, tmp_path):
     look = styles(read_evaluations(evaluations))
     seen = {(e.about.label, look(e).ink, look(e).marker) for e in read_evaluations(evaluations).entries}
@@ -226,7 +242,7 @@ def test_a_drawing_for_a_page_depends_on_nothing(evaluations):
 
 def test_odd_labels_do_not_break_a_figure(tmp_path):
     made = synthetic.results(drafters=(("dflash", "CE"),))
-    odd = made.drafters[0].model_copy(update={"label": r"$\frac{ & <b>", "temperatures": []})
+    odd = made.drafters[0].model_copy(update={"label": r"$\frac{ & <b>", "temperatures": [], "heldout": []})
     folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": [odd]}))
     drawings = {drawing.name: drawing for drawing in figures(read_evaluations([folder]))}
     assert list(drawings) == ["retention-pocket-dflash", "tasks-pocket", "seconds-pocket", "dynamics-pocket"]

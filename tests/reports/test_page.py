@@ -95,12 +95,13 @@ def test_tables_figures_and_settings_are_there(text):
         "Main results",
         "Annealing",
         "Training dynamics, pocket",
+        "Learning curves, pocket",
         "num_bootstrap",
         "Recipe of dflash-bv",
         "<h4>Evaluation</h4>",
     ):
         assert part in text
-    assert text.count("<figure ") == 11
+    assert text.count("<figure ") == 13
     assert "prefers-color-scheme" in text
 
 

@@ -17,7 +17,7 @@ def test_table_and_place_on_stdout(evaluations, tmp_path):
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert lines[5].split() == ["Qwen_3", "CE", "4.02", "2.74×", "3.42", "2.33×"]
-    assert lines[-1] == f"{tmp_path}/report.html: 9 tables, 5 figures"
+    assert lines[-1] == f"{tmp_path}/report.html: 9 tables, 6 figures"
     assert str(tmp_path / "tables" / "main.tex") in done.stderr
     assert (tmp_path / "report.html").exists()
     assert {file.suffix for file in (tmp_path / "tables").iterdir()} == {".md", ".tex", ".csv"}

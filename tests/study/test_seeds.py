@@ -121,6 +121,23 @@ def test_dynamics_are_means_of_the_checkpoints_that_all_seeds_have(seeds):
     assert joined.dynamics[0].points[0].accuracy == pytest.approx((first.accuracy + second.accuracy) / 2)
 
 
+def test_learning_curves_are_means_of_the_points_that_all_seeds_have(seeds):
+    about = seeds[43].drafters[0]
+    points = [
+        point.model_copy(update={"num_blocks": 2, "accuracy": 0.5, "draft_length": {"block": 1.0 + number}})
+        for number, point in enumerate(about.heldout)
+    ]
+    first = seeds[42].model_copy(update={"drafters": [about.model_copy(update={"heldout": points[:2]})]})
+    higher = [
+        point.model_copy(update={"num_blocks": 4, "accuracy": 0.7, "draft_length": {"block": 2.0}}) for point in points
+    ]
+    second = seeds[43].model_copy(update={"drafters": [about.model_copy(update={"heldout": higher})]})
+    curve = mean_over_seeds({42: first, 43: second}).drafters[0].heldout
+    assert [point.step for point in curve] == [point.step for point in points[:2]]
+    assert [point.draft_length for point in curve] == [{"block": 1.5}, {"block": 2.0}]
+    assert [(point.num_blocks, point.accuracy) for point in curve] == [(3, pytest.approx(0.6))] * 2
+
+
 def test_the_report_of_a_study_has_a_row_for_each_objective_and_not_for_each_seed(tmp_path, seeds):
     spec = "name: s\ntargets: {pocket: {recipe: pocket}}\ndrafters: [dflash]\nseeds: [42, 43, 44]\n"
     spec += "objectives: {ce: {recipe: ce}, bv: {recipe: bv}}\n"

@@ -444,6 +444,7 @@ def test_a_run_is_read_in_one_place(tmp_path, data):
     assert list(run.epoch_checkpoints()) == [5, 10]
     assert run.checkpoint("last").resolve().name == "00000010"
     assert run.heldout_metrics(10)["heldout_length_block"] == lines(tmp_path)[-1]["heldout_length_block"]
+    assert run.heldout_metrics(9) is None  # a step that was logged, and not measured
     training, heldout = run.splits(target())
     assert len(heldout) == 6
     assert training.identity == trainer.sampler.dataset.identity

@@ -19,6 +19,7 @@ from blockdraft.evaluation.results import (
     Cell,
     DrafterAbout,
     EvaluationError,
+    HeldOutPoint,
     Interval,
     PairedRatio,
     Profile,
@@ -31,7 +32,7 @@ from blockdraft.evaluation.results import (
 )
 from blockdraft.evaluation.tasks import Task
 from blockdraft.files import complete_lines, explain, parse_json
-from blockdraft.verification import Rule
+from blockdraft.verification import RULES, Rule
 
 PHASES = ("prefill", "draft", "verify", "rest")
 COMPARED_QUANTITIES: tuple[Quantity, ...] = ("predicted_length", "acceptance_length", "speedup")
@@ -324,11 +325,30 @@ def about_drafter(
         objective=candidate.objective, num_proposals=config.num_proposals, num_layers=config.num_layers,
         num_parameters=sum(parameter.numel() for parameter in candidate.drafter.parameters()), step=candidate.step,
         best_draft_temperature={rule: best_temperature(points, rule) for rule in protocol.sampled_rules},
-        temperatures=points, checkpoint=candidate.checkpoint, fingerprint=candidate.fingerprint,
+        temperatures=points, checkpoint=candidate.checkpoint, heldout=learning_curve(candidate),
+        fingerprint=candidate.fingerprint,
         recipe=None if candidate.recipe is None else candidate.recipe.model_dump(mode="json"),
         trained_proposals=candidate.trained_proposals or config.num_proposals,
         lengths_by_proposals=predictions.lengths_by_proposals(tasks), proposal_choice=candidate.proposal_choice,
     )  # fmt: skip
+
+
+def learning_curve(candidate: Candidate) -> list[HeldOutPoint]:
+    """Return what a drafter's run measured on its held-out texts, from the start up to the drafter's own step."""
+    if candidate.run is None or candidate.step is None:
+        return []
+    lines = [line for line in candidate.run.metrics() if line["step"] <= candidate.step]
+    blocks = [line["num_blocks"] for line in lines if "num_blocks" in line]
+    blocks_per_step = float(np.mean(blocks)) if blocks else 0.0
+    return [
+        HeldOutPoint(
+            step=line["step"], num_blocks=round(line["step"] * blocks_per_step),
+            accuracy=line["heldout_token_accuracy"],
+            draft_length={rule: line[f"heldout_length_{rule}"] for rule in RULES},
+        )
+        for line in lines
+        if line.get("heldout_length_block") is not None
+    ]  # fmt: skip
 
 
 def profile(results: Results) -> Profile:

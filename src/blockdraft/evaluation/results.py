@@ -88,6 +88,20 @@ def best_temperature(points: Sequence[TemperaturePoint], rule: str) -> float:
     return max(points, key=lambda p: (p.acceptance_length[rule], p.draft_temperature)).draft_temperature
 
 
+class HeldOutPoint(Strict):
+    """Holds what a training run measured on its held-out texts after one of its steps.
+
+    num_blocks: how many blocks the run had trained on.
+    accuracy: argmax agreement with the stored target tokens.
+    draft_length: by rule, the expected accepted draft tokens of a block.
+    """
+
+    step: int
+    num_blocks: int
+    accuracy: float
+    draft_length: dict[Rule, float]
+
+
 class DrafterAbout(Strict):
     """Describes a drafter of the evaluation.
 
@@ -102,6 +116,7 @@ class DrafterAbout(Strict):
     lengths_by_proposals: by rule, the predicted tokens per call if blocks are cut to 1, 2, .. num_proposals tokens,
         at the paper's draft temperature, as means over the tasks.
     checkpoint: which one of its run this is; None for any other checkpoint, and for a folder outside a run.
+    heldout: the learning curve of its run, up to this checkpoint; empty outside a run, and without held-out texts.
     fingerprint: of its weights and configuration.
     """
 
@@ -118,6 +133,7 @@ class DrafterAbout(Strict):
     temperatures: list[TemperaturePoint]
     recipe: dict[str, Any] | None
     checkpoint: CheckpointName | None = None
+    heldout: list[HeldOutPoint] = []
     fingerprint: str | None = None
     trained_proposals: int | None = None
     lengths_by_proposals: dict[Rule, list[float]] = {}

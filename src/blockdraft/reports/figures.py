@@ -1,9 +1,9 @@
-"""Draw the paper's figures, and three more, with matplotlib: one drawing per target and subject."""
+"""Draw the paper's figures, and four more, with matplotlib: one drawing per target and subject."""
 
 from collections.abc import Iterator
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from blockdraft.reports.comparison import Comparison, Entry, Spent
 from blockdraft.reports.retention import figure_3, retention_figure
@@ -24,7 +24,7 @@ def figures(comparison: Comparison) -> Iterator[Drawing]:
                 kept = retention_figure(comparison, target, kind, look)
             if kept is not None:
                 yield kept
-        for draw in (tasks_figure, seconds_figure, temperatures_figure, dynamics_figure):
+        for draw in (tasks_figure, seconds_figure, temperatures_figure, learning_figure, dynamics_figure):
             with drawing():
                 drawn = draw(comparison, target, look)
             if drawn is not None:
@@ -150,6 +150,33 @@ def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Draw
         "temperature tried." + (" Open markers at 0 are argmax drafts." if argmax else "")
     )
     return Drawing(f"temperature-{comparison.file_name(target)}", title, caption, figure)
+
+
+def learning_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
+    """Draw the accepted draft tokens on held-out texts against the blocks that a run had trained on, by rule."""
+    entries = [e for e in comparison.of(target) if len(e.about.heldout) > 1]
+    if not entries:
+        return None
+    figure, axes = panels(entries, len(RULES), height=2.5, sharex=True)
+    for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
+        for panel, rule in zip(row, RULES, strict=True):
+            for entry in members:
+                points = entry.about.heldout
+                plot_line(panel, [p.num_blocks for p in points], [p.draft_length[rule] for p in points], look(entry))
+            panel.set(title=f"{kind}, {rule} verification")
+            panel.xaxis.set_major_locator(MaxNLocator(4))
+            panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        row[0].set_ylabel("draft tokens per block")
+    for panel in axes[-1]:
+        panel.set_xlabel("blocks trained on")
+    legend(figure, entries, look)
+    title = f"Learning curves, {target}"
+    caption = (
+        "Expected accepted draft tokens of blocks at random positions of held-out texts, against the blocks that a run "
+        "had trained on; correction and bonus tokens do not count. Each run has its own held-out texts, which are the "
+        "same for runs on the same data with the same seed."
+    )
+    return Drawing(f"learning-{comparison.file_name(target)}", title, caption, figure)
 
 
 def dynamics_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
