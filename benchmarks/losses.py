@@ -68,9 +68,9 @@ def floor(head_trains: bool) -> Callable[[Problem], None]:
     return step
 
 
-def fused(name: str) -> Callable[[Problem], None]:
+def fused(name: str, **options: bool) -> Callable[[Problem], None]:
     def step(data: Problem) -> None:
-        obj = objective(name)
+        obj = objective(name, **options)
         fused_linear_objective(
             obj, data.draft_hidden, data.target_hidden, data.draft_head, data.target_head, data.labels
         ).loss.backward()
@@ -160,6 +160,7 @@ def liger(chunk_size: int) -> Callable[[Problem], None]:
 CASES: dict[str, Callable[[Problem], None]] = {
     "floor": floor(head_trains=False),
     "bv-fused": fused("bv"),
+    "bv-fused, control variate": fused("bv", control_variate=True),
     "kl-fused": fused("kl"),
     "lk-fused": fused("lk"),
     "ce-fused": fused("ce"),

@@ -48,6 +48,9 @@ TEXTS, TOKENS, PROMPT, BLOCKS, SLOTS = 4, 1000, 100, 2048, 64
 CHUNK, FEW_LAYERS = 224, 9
 """Blocks of one chunk of the objective, and layers of a target whose rounds are counted quickly."""
 
+VARIANTS = {"bv-cv": ("bv", {"control_variate": True})}
+"""Objectives with options, which are counted as well."""
+
 END = 151_645
 """Qwen3's end of a turn."""
 
@@ -197,7 +200,8 @@ def count_given(
         )  # its table goes there once
         for each in objectives or (run.objective.name,):
             if objectives:
-                run.objective = objective(each, drafter=run.config.kind)
+                kind, options = VARIANTS.get(each, (each, {}))
+                run.objective = objective(kind, drafter=run.config.kind, **options)
             where.tally.restart()
             run.take_step(batches, read=read)
             found[each] = report(run, where.tally, run.recipe.batch.num_anchors)
@@ -252,7 +256,8 @@ def count_all() -> dict[str, Any]:
     Objectives take steps of one chunk of blocks, with one layer of the drafter. Plain rounds, and slots, have nine of
     the target's layers. All layers and all chunks have the same counts.
     """
-    every, small = tuple(objective_names()), ["drafter.num_layers=1", "batch.num_texts=1", f"batch.num_anchors={CHUNK}"]
+    every = (*objective_names(), *VARIANTS)
+    small = ["drafter.num_layers=1", "batch.num_texts=1", f"batch.num_anchors={CHUNK}"]
     (dflash, dspark), (large_dflash, large_dspark) = (
         [f"qwen3-{size}-{kind}-bv" for kind in ("dflash", "dspark")] for size in ("4b", "8b")
     )
@@ -325,7 +330,7 @@ def main() -> None:
         json.dump(count_all(), sys.stdout)
     for name in options.recipes:
         if options.objectives:
-            every = tuple(objective_names())
+            every = (*objective_names(), *VARIANTS)
             found = count_given(name, *options.set, objectives=every, read=options.logged)
         elif options.decoding:
             found = count_decoding(name)
