@@ -140,6 +140,13 @@ def test_the_reference_page_is_the_schema():
     assert "None |" not in page
 
 
+def test_a_control_variate_needs_anchors_that_later_labels_do_not_choose():
+    assert load_recipe("pocket-dspark-bv", ["batch.full_blocks=true"]).batch.full_blocks
+    assert load_recipe("pocket-dspark-bv-cv").make_objective().control_variate
+    with pytest.raises(RecipeError, match="full_blocks chooses anchors by tokens that come later"):
+        load_recipe("pocket-dspark-bv-cv", ["batch.full_blocks=true"])
+
+
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     (tmp_path / "r.yaml").write_text("seed: 1\nseed: 2\n")
     with pytest.raises(RecipeError, match="'seed' appears twice"):

@@ -219,6 +219,11 @@ class Recipe(Section):
             )
         if self.batch.run_length > 1 and self.batch.anchors != "uniform":
             raise ValueError("batch.run_length places runs of anchors uniformly; set batch.anchors=uniform")
+        if self.batch.full_blocks and getattr(made, "control_variate", False):
+            raise ValueError(
+                "batch.full_blocks chooses anchors by tokens that come later, which biases a control variate; "
+                "leave out one of the two"
+            )
         if self.data.features == "cached" and self.data.cache is None:
             raise ValueError("data.features is cached; say where with data.cache")
         if self.logging.decode_prompts > self.data.num_heldout:
