@@ -122,6 +122,20 @@ def test_a_learning_curve_is_what_the_run_measured_up_to_the_checkpoint(kept):
     assert learning_curve(replace(found, run=None)) == []
 
 
+def test_a_learning_curve_counts_the_blocks_of_steps_that_were_not_logged(tmp_path):
+    """The last step of an epoch has one text instead of six, and is always logged."""
+    data, curves = runs.make_data(tmp_path / "data"), []
+    for every in (1, 4):
+        fields = [f"logging.logging_steps={every}", "data.num_heldout=5", "optimizer.num_train_epochs=3"]
+        trainer = runs.train(data, tmp_path / f"run-{every}", *fields)
+        (found,) = of(tmp_path, f"run-{every}")
+        lines = [line for line in found.run.metrics() if "num_blocks" in line]
+        assert len(lines) == {1: trainer.num_steps, 4: 6}[every]
+        curves.append([(point.step, point.num_blocks) for point in learning_curve(found)])
+    assert curves[0] == curves[1]
+    assert curves[0] == [(6 * epoch, epoch * (5 * 30 + 15)) for epoch in range(4)]
+
+
 def test_what_was_measured_otherwise_is_measured_again(kept, tmp_path, measured):
     copy(kept, tmp_path / "run")
     out = tmp_path / "out"

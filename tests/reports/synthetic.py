@@ -142,7 +142,7 @@ def _about(name: str, kind: str, label: str) -> DrafterAbout:
         num_proposals=BLOCK, num_layers=2, num_parameters=1_234_567, step=176,
         best_draft_temperature={"greedy": 0.0, "token": top, "block": top}, temperatures=points,
         recipe={"objective": {"name": label.split()[0].lower()}, "seed": 42}, checkpoint="last",
-        heldout=[
+        learning_curve=[
             HeldOutPoint(
                 step=step, num_blocks=256 * step, accuracy=0.2,
                 draft_length={r: (1 + LOSS[label] + RULE[r]) * step / 176 for r in RULE},

@@ -177,9 +177,9 @@ def test_learning_curves_are_drawn_by_rule_over_the_blocks_trained_on(evaluation
     for panel, rule in zip(drawing.figure.axes[:3], ("greedy", "token", "block"), strict=True):
         for line, entry in zip(panel.lines, entries, strict=True):
             assert list(line.get_xdata()) == [0, 256 * 88, 256 * 176]
-            assert list(line.get_ydata()) == [point.draft_length[rule] for point in entry.about.heldout]
+            assert list(line.get_ydata()) == [point.draft_length[rule] for point in entry.about.learning_curve]
     made = synthetic.results()
-    alone = [about.model_copy(update={"heldout": about.heldout[:1]}) for about in made.drafters]
+    alone = [about.model_copy(update={"learning_curve": about.learning_curve[:1]}) for about in made.drafters]
     folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": alone}))
     assert "learning-pocket" not in [each.name for each in figures(read_evaluations([folder]))]
 
@@ -242,7 +242,7 @@ def test_a_drawing_for_a_page_depends_on_nothing(evaluations):
 
 def test_odd_labels_do_not_break_a_figure(tmp_path):
     made = synthetic.results(drafters=(("dflash", "CE"),))
-    odd = made.drafters[0].model_copy(update={"label": r"$\frac{ & <b>", "temperatures": [], "heldout": []})
+    odd = made.drafters[0].model_copy(update={"label": r"$\frac{ & <b>", "temperatures": [], "learning_curve": []})
     folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": [odd]}))
     drawings = {drawing.name: drawing for drawing in figures(read_evaluations([folder]))}
     assert list(drawings) == ["retention-pocket-dflash", "tasks-pocket", "seconds-pocket", "dynamics-pocket"]

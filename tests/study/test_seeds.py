@@ -125,14 +125,14 @@ def test_learning_curves_are_means_of_the_points_that_all_seeds_have(seeds):
     about = seeds[43].drafters[0]
     points = [
         point.model_copy(update={"num_blocks": 2, "accuracy": 0.5, "draft_length": {"block": 1.0 + number}})
-        for number, point in enumerate(about.heldout)
+        for number, point in enumerate(about.learning_curve)
     ]
-    first = seeds[42].model_copy(update={"drafters": [about.model_copy(update={"heldout": points[:2]})]})
+    first = seeds[42].model_copy(update={"drafters": [about.model_copy(update={"learning_curve": points[:2]})]})
     higher = [
         point.model_copy(update={"num_blocks": 4, "accuracy": 0.7, "draft_length": {"block": 2.0}}) for point in points
     ]
-    second = seeds[43].model_copy(update={"drafters": [about.model_copy(update={"heldout": higher})]})
-    curve = mean_over_seeds({42: first, 43: second}).drafters[0].heldout
+    second = seeds[43].model_copy(update={"drafters": [about.model_copy(update={"learning_curve": higher})]})
+    curve = mean_over_seeds({42: first, 43: second}).drafters[0].learning_curve
     assert [point.step for point in curve] == [point.step for point in points[:2]]
     assert [point.draft_length for point in curve] == [{"block": 1.5}, {"block": 2.0}]
     assert [(point.num_blocks, point.accuracy) for point in curve] == [(3, pytest.approx(0.6))] * 2

@@ -242,21 +242,21 @@ def build_cache(
         there = {name: checksum for name, checksum in index.files.items() if name in names}
     check_files(folder, there, REPAIR)
     _remove_leftovers(folder)
-    missing = _groups(dataset)
-    while missing:
-        is_mine = any(_try_to_make(folder, identity, target, dataset, texts, layers) for texts in missing)
-        files, unseen = set(CacheIndex.read(folder).files), missing
-        missing = [t for t in unseen if not files.issuperset(_names(dataset, t, normalizer_temperature))]
+    unseen = {texts: _names(dataset, texts, normalizer_temperature) for texts in _groups(dataset)}
+    while unseen:
+        files = set(CacheIndex.read(folder).files)
+        missing = {texts: wanted for texts, wanted in unseen.items() if not files.issuperset(wanted)}
         if on_tokens is not None and len(missing) < len(unseen):
-            on_tokens(sum(_num_tokens(dataset, texts) for texts in unseen if texts not in missing))
-        if missing and not is_mine:
+            on_tokens(sum(_num_tokens(dataset, texts) for texts in unseen.keys() - missing.keys()))
+        if missing and not any(_try_to_make(folder, identity, target, dataset, texts, layers) for texts in missing):
             time.sleep(SECONDS_BETWEEN_LOOKS)
+        unseen = missing
 
 
 def _try_to_make(
     folder: Path, identity: dict[str, Any], target: Target, dataset: TextDataset, texts: range, layers: Sequence[int]
 ) -> bool:
-    """Make the files of some texts that are not there, unless another process is at it; return whether it was not."""
+    """Make what is missing of some texts' files; return False, and make nothing, if another process is making them."""
     with claim(_lock(folder, _digest(dataset, texts))) as is_mine:
         if is_mine:
             _make(folder, identity, target, dataset, texts, layers)

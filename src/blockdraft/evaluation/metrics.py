@@ -325,7 +325,7 @@ def about_drafter(
         objective=candidate.objective, num_proposals=config.num_proposals, num_layers=config.num_layers,
         num_parameters=sum(parameter.numel() for parameter in candidate.drafter.parameters()), step=candidate.step,
         best_draft_temperature={rule: best_temperature(points, rule) for rule in protocol.sampled_rules},
-        temperatures=points, checkpoint=candidate.checkpoint, heldout=learning_curve(candidate),
+        temperatures=points, checkpoint=candidate.checkpoint, learning_curve=learning_curve(candidate),
         fingerprint=candidate.fingerprint,
         recipe=None if candidate.recipe is None else candidate.recipe.model_dump(mode="json"),
         trained_proposals=candidate.trained_proposals or config.num_proposals,
@@ -334,20 +334,27 @@ def about_drafter(
 
 
 def learning_curve(candidate: Candidate) -> list[HeldOutPoint]:
-    """Return what a drafter's run measured on its held-out texts, from the start up to the drafter's own step."""
+    """Return what a drafter's run measured on its held-out texts, from the start up to the drafter's own step.
+
+    Not every step is logged. Those that end an epoch take the texts that are left, and are averaged apart.
+    """
     if candidate.run is None or candidate.step is None:
         return []
-    lines = [line for line in candidate.run.metrics() if line["step"] <= candidate.step]
-    blocks = [line["num_blocks"] for line in lines if "num_blocks" in line]
-    blocks_per_step = float(np.mean(blocks)) if blocks else 0.0
+    per_epoch, lines = candidate.run.info.steps_per_epoch, candidate.run.metrics()
+    logged = [(line["step"] % per_epoch == 0, line["num_blocks"]) for line in lines if "num_blocks" in line]
+    last, others = ([blocks for is_last, blocks in logged if is_last is wanted] for wanted in (True, False))
+    per_step, per_last_step = (float(np.mean(blocks)) if blocks else 0.0 for blocks in (others or last, last or others))
     return [
         HeldOutPoint(
-            step=line["step"], num_blocks=round(line["step"] * blocks_per_step),
+            step=line["step"],
+            num_blocks=round(
+                (line["step"] - line["step"] // per_epoch) * per_step + line["step"] // per_epoch * per_last_step
+            ),
             accuracy=line["heldout_token_accuracy"],
             draft_length={rule: line[f"heldout_length_{rule}"] for rule in RULES},
         )
         for line in lines
-        if line.get("heldout_length_block") is not None
+        if line["step"] <= candidate.step and line.get("heldout_length_block") is not None
     ]  # fmt: skip
 
 

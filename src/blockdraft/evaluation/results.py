@@ -91,7 +91,7 @@ def best_temperature(points: Sequence[TemperaturePoint], rule: str) -> float:
 class HeldOutPoint(Strict):
     """Holds what a training run measured on its held-out texts after one of its steps.
 
-    num_blocks: how many blocks the run had trained on.
+    num_blocks: how many blocks the run had trained on, as far as the steps that were logged tell.
     accuracy: argmax agreement with the stored target tokens.
     draft_length: by rule, the expected accepted draft tokens of a block.
     """
@@ -116,7 +116,7 @@ class DrafterAbout(Strict):
     lengths_by_proposals: by rule, the predicted tokens per call if blocks are cut to 1, 2, .. num_proposals tokens,
         at the paper's draft temperature, as means over the tasks.
     checkpoint: which one of its run this is; None for any other checkpoint, and for a folder outside a run.
-    heldout: the learning curve of its run, up to this checkpoint; empty outside a run, and without held-out texts.
+    learning_curve: what its run measured up to this checkpoint; empty outside a run, and without held-out texts.
     fingerprint: of its weights and configuration.
     """
 
@@ -133,7 +133,7 @@ class DrafterAbout(Strict):
     temperatures: list[TemperaturePoint]
     recipe: dict[str, Any] | None
     checkpoint: CheckpointName | None = None
-    heldout: list[HeldOutPoint] = []
+    learning_curve: list[HeldOutPoint] = []
     fingerprint: str | None = None
     trained_proposals: int | None = None
     lengths_by_proposals: dict[Rule, list[float]] = {}

@@ -154,14 +154,14 @@ def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Draw
 
 def learning_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
     """Draw the accepted draft tokens on held-out texts against the blocks that a run had trained on, by rule."""
-    entries = [e for e in comparison.of(target) if len(e.about.heldout) > 1]
+    entries = [e for e in comparison.of(target) if len(e.about.learning_curve) > 1]
     if not entries:
         return None
     figure, axes = panels(entries, len(RULES), height=2.5, sharex=True)
     for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
         for panel, rule in zip(row, RULES, strict=True):
             for entry in members:
-                points = entry.about.heldout
+                points = entry.about.learning_curve
                 plot_line(panel, [p.num_blocks for p in points], [p.draft_length[rule] for p in points], look(entry))
             panel.set(title=f"{kind}, {rule} verification")
             panel.xaxis.set_major_locator(MaxNLocator(4))
@@ -173,8 +173,8 @@ def learning_figure(comparison: Comparison, target: str, look: Look) -> Drawing 
     title = f"Learning curves, {target}"
     caption = (
         "Expected accepted draft tokens of blocks at random positions of held-out texts, against the blocks that a run "
-        "had trained on; correction and bonus tokens do not count. Each run has its own held-out texts, which are the "
-        "same for runs on the same data with the same seed."
+        "had trained on; correction and bonus tokens do not count. A curve ends at the checkpoint that was evaluated. "
+        "Held-out blocks are the same for runs with the same data, seed, and numbers of held-out texts and proposals."
     )
     return Drawing(f"learning-{comparison.file_name(target)}", title, caption, figure)
 

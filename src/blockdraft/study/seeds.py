@@ -154,14 +154,14 @@ def _drafter(seeds: Sequence[DrafterAbout]) -> DrafterAbout:
         for rule in first.lengths_by_proposals
         if all(rule in each.lengths_by_proposals for each in seeds)
     }
-    heldout = [
+    curve = [
         HeldOutPoint(
             step=same[0].step,
             num_blocks=round(fmean(point.num_blocks for point in same)),
             accuracy=fmean(point.accuracy for point in same),
             draft_length={rule: fmean(point.draft_length[rule] for point in same) for rule in same[0].draft_length},
         )
-        for same in _aligned([each.heldout for each in seeds], lambda point: point.step)
+        for same in _aligned([each.learning_curve for each in seeds], lambda point: point.step)
     ]
     return first.model_copy(
         update={
@@ -169,7 +169,7 @@ def _drafter(seeds: Sequence[DrafterAbout]) -> DrafterAbout:
             "temperatures": points,
             "best_draft_temperature": first.best_draft_temperature | best,
             "lengths_by_proposals": lengths,
-            "heldout": heldout,
+            "learning_curve": curve,
             "fingerprint": None,
             "proposal_choice": None,
         }
