@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from blockdraft.decoding import generate, generation
 from blockdraft.drafters import Drafter, DrafterConfig, build_drafter, load_drafter
-from blockdraft.targets import DTYPES, EMBEDDED, Target, UnsupportedTargetError, load_target
+from blockdraft.targets import BUILT_IN, DTYPES, Target, UnsupportedTargetError, load_target
 
 from measuring import save, table
 
@@ -47,7 +47,7 @@ def random_target(num_layers: int, dtype: torch.dtype) -> Target:
 
 
 def target_named(name: str, dtype: torch.dtype = torch.float32) -> Target:
-    """An embedded target, or ``pocket-L`` of L layers."""
+    """A built-in target, or ``pocket-L`` of L layers."""
     is_random = name.startswith("pocket-")
     target = random_target(int(name.removeprefix("pocket-")), dtype) if is_random else load_target(name, dtype=dtype)
     target.eos_ids = frozenset()
@@ -135,7 +135,7 @@ def measured(target: Target, drafter: Drafter, turns: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5, help="turns (default: %(default)s)")
-    parser.add_argument("--target", action="append", help="target; may be repeated (default: the embedded ones)")
+    parser.add_argument("--target", action="append", help="target; may be repeated (default: the built-in ones)")
     parser.add_argument("--drafter", help="drafter to load (default: random weights, DFlash and DSpark)")
     parser.add_argument("--num-layers", type=int, default=2, help="layers of random drafters (default: %(default)s)")
     parser.add_argument("--num-proposals", type=int, default=10, help="B of random drafters (default: %(default)s)")
@@ -143,7 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results, rows = {}, []
-    for name in arguments.target or EMBEDDED:
+    for name in arguments.target or BUILT_IN:
         try:
             target = target_named(name, DTYPES[arguments.dtype])
         except UnsupportedTargetError as error:

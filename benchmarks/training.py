@@ -1,4 +1,4 @@
-"""A training step on the embedded targets: where its time goes, how near to the machine, beside `speculators`.
+"""A training step on the built-in targets: where its time goes, how near to the machine, beside `speculators`.
 
     make bench                          # everything, to stdout and results/training.json
     python benchmarks/training.py       # this one alone

@@ -6,7 +6,7 @@ This module is imported before anything slow is, so that a mistake in the comman
 import difflib
 from pathlib import Path
 
-EMBEDDED = ("pocket", "smollm2")
+BUILT_IN = ("pocket", "smollm2")
 """The targets that come with the package, or in a package of their own."""
 
 
@@ -25,9 +25,9 @@ def first_line(error: BaseException) -> str:
 
 
 def misspelt_target(name: str) -> str | None:
-    """Return the embedded target that a name seems to mean; None if it is right, far from any, or somebody's folder."""
-    near = difflib.get_close_matches(name.lower(), EMBEDDED, n=1)
-    if not near or name in EMBEDDED or name.startswith((".", "~")) or Path(name).exists():
+    """Return the built-in target that a name seems to mean; None if it is right, far from any, or somebody's folder."""
+    near = difflib.get_close_matches(name.lower(), BUILT_IN, n=1)
+    if not near or name in BUILT_IN or name.startswith((".", "~")) or Path(name).exists():
         return None
     return near[0]
 

@@ -12,7 +12,7 @@ from blockdraft.evaluation import EvaluationError, Protocol, load_tasks
 from blockdraft.evaluation.tasks import BENCHMARKS, choose, code, contest, reason
 
 
-def test_pocket_is_the_default_and_embedded():
+def test_pocket_is_the_default_and_built_in():
     tasks = load_tasks()
     assert [(task.name, task.group, len(task.prompts)) for task in tasks] == [
         ("pocket-math", "math", 64), ("pocket-code", "code", 64), ("pocket-chat", "chat", 64),

@@ -17,8 +17,8 @@ OTHERS = [each for each in FAMILIES if each != "qwen3"]
 
 
 @pytest.fixture(scope="module", params=["pocket", pytest.param("smollm2", marks=pytest.mark.slow)])
-def embedded(request):
-    """An embedded target, a prompt, and a drafter that knows its greedy answer by heart."""
+def built_in(request):
+    """A built-in target, a prompt, and a drafter that knows its greedy answer by heart."""
     target = load_target(request.param)
     prompt = target.render([{"role": "user", "content": "What is a river?"}])
     answer = generate(target, None, prompt, rule="greedy", max_new_tokens=24).tokens
@@ -52,8 +52,8 @@ def test_greedy_text_and_rounds_are_ours(family):
     assert num_rounds == len(ours.rounds) < 16  # so some proposals were accepted
 
 
-def test_greedy_text_of_embedded_targets(embedded):
-    target, drafter, prompt = embedded
+def test_greedy_text_of_built_in_targets(built_in):
+    target, drafter, prompt = built_in
     ours = generate(target, drafter, prompt, rule="greedy", max_new_tokens=24)
     tokens, num_rounds = decode(target, drafter, prompt, 24, do_sample=False)
     assert tokens == ours.tokens
@@ -83,9 +83,9 @@ def test_its_hidden_states_are_those_we_draft_from(family, monkeypatch):
 
 
 @pytest.mark.slow
-def test_sampled_blocks_are_accepted_as_under_our_token_rule(embedded, monkeypatch):
+def test_sampled_blocks_are_accepted_as_under_our_token_rule(built_in, monkeypatch):
     """Accepted tokens of all rounds against their exact expectation given p, q and the drafted tokens."""
-    target, drafter, prompt = embedded
+    target, drafter, prompt = built_in
     total, expected, variance = 0.0, 0.0, 0.0
 
     def watch(candidates, logits, length, target_logits, *others, original=generation._speculative_sampling, **options):

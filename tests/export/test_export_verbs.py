@@ -185,7 +185,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(folders, run, monkeypatch, arg
     assert "Traceback" not in err + out
 
 
-def test_an_embedded_target_becomes_an_ordinary_folder(tmp_path, run):
+def test_a_built_in_target_becomes_an_ordinary_folder(tmp_path, run):
     code, text, _ = run("export-target", "pocket", "--out", tmp_path / "pocket")
     assert code == 0
     assert "of pocket" in text

@@ -143,7 +143,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch):
     with pytest.raises(UnsupportedTargetError, match="no such folder"):
         load_target(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UnsupportedTargetError, match="neither an embedded target"):
+    with pytest.raises(UnsupportedTargetError, match="neither a built-in target"):
         load_target(tmp_path / "empty")
 
 

@@ -129,7 +129,7 @@ def export(
     from blockdraft.drafters.formats import FORMATS
     from blockdraft.export import check_export, engine_notes, export_drafter, original_format, run_facts
     from blockdraft.export.card import evaluated
-    from blockdraft.export.engines import STATE_SAMPLING, embedded_note
+    from blockdraft.export.engines import STATE_SAMPLING, built_in_note
 
     if checkpoint is None or out is None:
         raise typer.BadParameter("say which DRAFTER to write and where with --out, or check an export with --check")
@@ -148,15 +148,15 @@ def export(
         facts = replace(facts, evaluation=evaluated(evaluation, drafter))
     done = export_drafter(drafter, model, out, flavour, dtype=chosen, verifier=verifier, facts=facts, force=force)
     checked = check_export(out, target=model, checkpoint=folder)
-    notes, embedded = engine_notes(drafter.config, flavour, done.verifier, str(out)), embedded_note(done.verifier)
+    notes, on_target = engine_notes(drafter.config, flavour, done.verifier, str(out)), built_in_note(done.verifier)
     if as_json:
         written = asdict(done) | {"folder": str(out), "checked": checked.lines}
-        said = {"target": embedded, "engines": [asdict(each) for each in notes], "note": STATE_SAMPLING}
+        said = {"target": on_target, "engines": [asdict(each) for each in notes], "note": STATE_SAMPLING}
         print(json.dumps({"export": written} | said, indent=2))
         return
     print(f"{out}: {flavour}, {done.num_tensors} tensors of {done.dtype}, {done.num_bytes / 2**20:,.1f} MiB; checked")
-    if embedded is not None:
-        print(f"\n{embedded}")
+    if on_target is not None:
+        print(f"\n{on_target}")
     for note in notes:
         print(f"\n{_in_words(note)}")
     print(f"\n{STATE_SAMPLING}")

@@ -52,7 +52,7 @@ def seed_range(value: int) -> int:
 
 
 def near_target(value: str | None) -> str | None:
-    """Refuse a misspelt name of an embedded target at once, before the seconds that importing PyTorch takes."""
+    """Refuse a misspelt name of a built-in target at once, before the seconds that importing PyTorch takes."""
     meant = None if value is None else misspelt_target(value)
     if meant is not None:
         raise typer.BadParameter(f"{value}: no such target or folder; did you mean {meant}?")
@@ -65,7 +65,7 @@ TargetName = Annotated[
         "--target",
         metavar="MODEL",
         callback=near_target,
-        help="The target model: pocket or smollm2, which are embedded, a Hugging Face id, or a local folder.",
+        help="The target model: pocket or smollm2, which are built in, a Hugging Face id, or a local folder.",
     ),
 ]
 Device = Annotated[

@@ -108,7 +108,7 @@ BENCHMARKS = {
 """The paper's seven, in the order of its tables."""
 
 POCKET_TASKS = {f"pocket-{family}": family for family in FAMILIES}
-"""pocket's held-out prompts, embedded."""
+"""pocket's held-out prompts, built in."""
 POCKET_PROMPTS = 64
 
 WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED"

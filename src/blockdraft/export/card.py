@@ -19,7 +19,7 @@ from blockdraft.drafters.formats import Format, Surroundings, frozen_names
 from blockdraft.evaluation import read_profile, read_results
 from blockdraft.evaluation.candidates import Candidate, MeasuredLengths, Measurement, ShippedDrafter, shipped_record
 from blockdraft.evaluation.results import AcceptanceRates, EvaluationError, Profile, ProfileEntry, Results
-from blockdraft.export.engines import STATE_SAMPLING, embedded_note, engine_notes
+from blockdraft.export.engines import STATE_SAMPLING, built_in_note, engine_notes
 from blockdraft.runs import Run, RunInfo
 from blockdraft.targets import Target, fingerprint
 from blockdraft.verification import RULES
@@ -27,8 +27,8 @@ from blockdraft.verification import RULES
 CARD = "README.md"
 UNKNOWN = "not recorded"
 NAMES = {"dflash": "DFlash", "dspark": "DSpark"}
-EMBEDDED_LICENCES = {"pocket": "apache-2.0", "smollm2": "apache-2.0"}
-"""The licences of the embedded targets: pocket has this package's own, SmolLM2 the one in its file's metadata."""
+BUILT_IN_LICENCES = {"pocket": "apache-2.0", "smollm2": "apache-2.0"}
+"""The licences of the built-in targets: pocket has this package's own, SmolLM2 the one in its file's metadata."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ def save_card(folder: Path, sections: list[str], **metadata: Any) -> None:
 
 
 def licence_of(target: Target) -> str | None:
-    """Return the licence that the target's own card states, or that is known of an embedded one; else None."""
+    """Return the licence that the target's own card states, or that is known of a built-in one; else None."""
     from huggingface_hub import metadata_load
 
-    if target.name in EMBEDDED_LICENCES:
-        return EMBEDDED_LICENCES[target.name]
+    if target.name in BUILT_IN_LICENCES:
+        return BUILT_IN_LICENCES[target.name]
     card = Path(target.name) / CARD
     try:
         values = metadata_load(card) if card.is_file() else None
@@ -252,7 +252,7 @@ def _serving(config: DrafterConfig, flavour: Format, verifier: str) -> str:
             parts.append(f"{note.summary}.")
             continue
         parts.append(f"{note.summary}.\n\n```{note.language}\n{note.command}\n```\n\n{' '.join(note.notes)}")
-    return "\n\n".join(filter(None, [embedded_note(verifier), *parts, STATE_SAMPLING]))
+    return "\n\n".join(filter(None, [built_in_note(verifier), *parts, STATE_SAMPLING]))
 
 
 def evaluation_in_words(found: Evaluated) -> str:

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from blockdraft.drafters import Drafter, DrafterConfig, SlotLayout
 from blockdraft.drafters.backbone import Attend, Layer
 from blockdraft.drafters.formats import Format
-from blockdraft.errors import EMBEDDED, BlockdraftError
+from blockdraft.errors import BUILT_IN, BlockdraftError
 
 BLOCK: dict[str, str | int] = {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
 """vLLM's two settings for block verification of sampled drafts."""
@@ -34,12 +34,12 @@ STATE_SAMPLING = (
 )
 
 
-def embedded_note(target: str) -> str | None:
-    """Say how engines come to an embedded target, which no hub knows by its name; None for any other target."""
-    if target not in EMBEDDED:
+def built_in_note(target: str) -> str | None:
+    """Say how engines come to a built-in target, which no hub knows by its name; None for any other target."""
+    if target not in BUILT_IN:
         return None
     return (
-        f"{target} is embedded in blockdraft. Before you serve it, write it as a folder that engines can load, where "
+        f"{target} is built into blockdraft. Before you serve it, write it as a folder that engines can load, where "
         f"you start the engine: blockdraft export-target {target} --out {target}"
     )
 

@@ -31,7 +31,7 @@ from blockdraft.evaluation.candidates import (
     label_of,
 )
 from blockdraft.export.card import (
-    EMBEDDED_LICENCES,
+    BUILT_IN_LICENCES,
     NAMES,
     UNKNOWN,
     markdown_table,
@@ -186,7 +186,7 @@ def measurement(results: Results, fingerprint: str) -> Measurement:
 
 def write_shipped_card(folder: Path, record: ShippedDrafter, config: DrafterConfig) -> None:
     """Write the model card of a shipped drafter, from what is recorded of it."""
-    licence = EMBEDDED_LICENCES.get(record.target)
+    licence = BUILT_IN_LICENCES.get(record.target)
     example = f'blockdraft generate --target {record.target} --drafter {record.name} --compare "What is a river?"'
     opening = (
         f"A {NAMES[config.kind]} drafter for {record.target}, trained with {record.label}. It proposes up to "

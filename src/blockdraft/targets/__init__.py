@@ -1,6 +1,6 @@
 """Show frozen language models the way a drafter needs them."""
 
-from blockdraft.errors import EMBEDDED
+from blockdraft.errors import BUILT_IN
 from blockdraft.targets.attention import Span
 from blockdraft.targets.cache import BatchedKVCache, KVCache
 from blockdraft.targets.loading import (
@@ -24,8 +24,8 @@ from blockdraft.targets.target import (
 )
 
 __all__ = [
+    "BUILT_IN",
     "DTYPES",
-    "EMBEDDED",
     "BatchedKVCache",
     "KVCache",
     "Message",

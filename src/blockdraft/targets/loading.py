@@ -1,4 +1,4 @@
-"""Load targets by name: embedded ones, Hugging Face ids, local folders; tell their sizes before that.
+"""Load targets by name: built-in ones, Hugging Face ids, local folders; tell their sizes before that.
 
 A fingerprint says which weights, or which chat template, were loaded.
 """
@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.logging import disable_progress_bar
 
 from blockdraft.distributed import choose_device
-from blockdraft.errors import EMBEDDED, BlockdraftError, first_line, is_out_of_memory, misspelt_target
+from blockdraft.errors import BUILT_IN, BlockdraftError, first_line, is_out_of_memory, misspelt_target
 from blockdraft.pocket import MODEL_FOLDER
 from blockdraft.targets.target import Target, UnsupportedTargetError, choose_layers
 
@@ -59,7 +59,7 @@ def load_target(
     """Load a frozen target.
 
     Args:
-        name_or_path: ``"pocket"`` or ``"smollm2"`` (embedded), a Hugging Face id, or a local folder.
+        name_or_path: ``"pocket"`` or ``"smollm2"`` (built in), a Hugging Face id, or a local folder.
         dtype: of the weights; by default float32 on a CPU and bfloat16 elsewhere.
         device: where to put it; by default an accelerator if there is one, the CPU otherwise.
         mask_token_id: the token that stands for one to be drafted, if the model's family has none that is known.
@@ -75,7 +75,7 @@ def load_target(
         return _smollm2(dtype, where, mask_token_id, attn_implementation)
     source = _source(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    with _told(f"{name}: neither an embedded target ({', '.join(EMBEDDED)}) nor a model that can be read"):
+    with _told(f"{name}: neither a built-in target ({', '.join(BUILT_IN)}) nor a model that can be read"):
         AutoConfig.from_pretrained(source, **options)
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation

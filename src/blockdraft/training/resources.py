@@ -20,7 +20,7 @@ from blockdraft.distributed import Distributed
 from blockdraft.drafters import DrafterConfig, build_drafter, load_drafter
 from blockdraft.losses.fused import ACCELERATOR_CHUNK_BYTES, CHUNK_BYTES
 from blockdraft.recipes import Recipe, RecipeError
-from blockdraft.targets import Target, target_shape
+from blockdraft.targets import BUILT_IN, Target, target_shape
 from blockdraft.training.measuring import step_flops
 from blockdraft.training.trainer import Trainer
 
@@ -221,8 +221,8 @@ def fit(recipe: Recipe, memory: int, *, num_devices: int, num_texts: int, tokens
 
 
 def _on_cpu(recipe: Recipe) -> bool:
-    embedded = recipe.target.name in ("pocket", "smollm2")
-    return recipe.runtime.device == "cpu" or (recipe.runtime.device is None and embedded)
+    is_built_in = recipe.target.name in BUILT_IN
+    return recipe.runtime.device == "cpu" or (recipe.runtime.device is None and is_built_in)
 
 
 def device_memory(device: torch.device) -> int | None:

@@ -1,4 +1,4 @@
-"""The embedded targets, end to end: greedy speculative text is greedy text, whatever the drafter."""
+"""The built-in targets, end to end: greedy speculative text is greedy text, whatever the drafter."""
 
 import functools
 
@@ -7,7 +7,7 @@ import torch
 
 from blockdraft.decoding import generate
 from blockdraft.drafters import SHIPPED, DrafterConfig, build_drafter, load_drafter
-from blockdraft.targets import EMBEDDED, Target, load_target
+from blockdraft.targets import BUILT_IN, Target, load_target
 
 from tiny import overfit
 
@@ -15,13 +15,13 @@ SLOW = pytest.mark.slow  # smollm2 takes seconds to load alone
 
 
 @functools.cache
-def embedded(name) -> Target:
+def built_in(name) -> Target:
     return load_target(name)
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=SLOW if each == "smollm2" else ()) for each in EMBEDDED])
+@pytest.mark.parametrize("name", [pytest.param(each, marks=SLOW if each == "smollm2" else ()) for each in BUILT_IN])
 def test_greedy_text_is_that_of_transformers_with_and_without_a_drafter(name):
-    target = embedded(name)
+    target = built_in(name)
     ids = target.render([{"role": "user", "content": "What is a river?"}])
     tokens = torch.tensor([ids])
     theirs = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=20)
@@ -40,7 +40,7 @@ def test_greedy_text_is_that_of_transformers_with_and_without_a_drafter(name):
 )
 def test_greedy_text_is_the_same_with_a_drafter_that_was_trained(name, kind, num_steps):
     """Trained on the answer to one question, asked that one and another: blocks are kept and cut, no token changes."""
-    target, num = embedded(name), 40 if name == "pocket" else 20
+    target, num = built_in(name), 40 if name == "pocket" else 20
     known, other = (
         target.render([{"role": "user", "content": question}])
         for question in ("What is a river?", "Tom has 3 apples and buys 4 more. How many apples does he have?")
@@ -61,7 +61,7 @@ def test_greedy_text_is_the_same_with_a_drafter_that_was_trained(name, kind, num
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_a_shipped_drafter_drafts_for_its_target(name):
-    target = embedded(name.split("-")[0])
+    target = built_in(name.split("-")[0])
     ids = target.render(
         [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have?"}]
     )
@@ -73,7 +73,7 @@ def test_a_shipped_drafter_drafts_for_its_target(name):
 
 @pytest.mark.slow
 def test_smollm2_can_be_written_as_an_ordinary_folder(tmp_path):
-    target = embedded("smollm2")
+    target = built_in("smollm2")
     target.save(tmp_path)
     again = load_target(tmp_path, mask_token_id=target.mask_token_id)
     tokens = torch.tensor([[1, 50, 60, 70]])
