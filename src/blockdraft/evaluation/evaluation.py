@@ -116,6 +116,7 @@ class Evaluation:
     def _stages(self, started: str) -> Results:
         self.distributed.barrier()
         self._write_texts()
+        self.distributed.barrier()
         self._write_predictions()
         self.distributed.barrier()
         if self.protocol.num_proposals in ("auto", "adaptive"):
@@ -225,21 +226,17 @@ class Evaluation:
             for number, start in enumerate(starts)
         ]
 
-    @property
-    def _own_folders(self) -> list[tuple[TextKind, Path, list[Prompt]]]:
-        """Give the data folders that this process writes and reads."""
-        return self._folders()[self.distributed.rank :: self.distributed.world_size]
-
     def _write_texts(self) -> None:
         """Sample the target's own responses, by continuous batching."""
-        of, done = sum(len(prompts) for _, _, prompts in self._own_folders), 0
+        own = self._folders()[self.distributed.rank :: self.distributed.world_size]
+        of, done = sum(len(prompts) for _, _, prompts in own), 0
 
         def count(conversations: int, tokens: int, new: bool) -> None:
             nonlocal done
             done += conversations
             self.on_progress("texts of the target", done, of, tokens if new else 0)
 
-        for kind, folder, prompts in self._own_folders:
+        for kind, folder, prompts in own:
             settings = self._sampling_settings(kind)
             regenerate(prompts, self.target, settings, folder, shard_size=len(prompts), on_progress=count)
 
@@ -252,31 +249,34 @@ class Evaluation:
         return self.out / "predictions" / f"{candidate.fingerprint}-{folder.parent.name}-{folder.name}.json"
 
     def _write_predictions(self) -> None:
-        """Score every drafter on the texts; what was scored before, on the same texts, is kept."""
+        """Score every drafter on the texts; what was scored before, on the same texts, is kept.
+
+        Sampled texts take several times as long as greedy ones, so that each process gets some of either.
+        """
         protocol = self.protocol
-        done, of = 0, sum(len(prompts) for _, _, prompts in self._own_folders) * len(self.candidates)
-        for kind, folder, prompts in self._own_folders:
-            rows = read_completions(folder)
-            temperature = protocol.temperature_of(kind)
-            for candidate in self.candidates:
-                self.on_progress("predictions", done, of, 0)
-                settings = PredictionSettings(
-                    drafter=candidate.fingerprint, texts=TextDataset.of(rows).identity, temperature=temperature,
-                    max_new_tokens=protocol.max_new_tokens, seed=protocol.seed,
-                    draft_temperatures={
-                        rule: list(protocol.predicted_temperatures(rule))
-                        for rule in protocol.rules
-                        if protocol.texts_of(rule) == kind
-                    },
-                )  # fmt: skip
-                file = self._prediction_file(candidate, folder)
-                if not PredictionFile.is_made(file, settings):
-                    predictor = Predictor(
-                        self.target, candidate.drafter, temperature, protocol.max_new_tokens, protocol.seed
-                    )
-                    made = PredictionFile.make(settings, rows, predictor, partial(self._show_predictions, done, of))
-                    write_model(made, file, indent=None)
-                done += len(prompts)
+        every = [(*folder, candidate) for folder in self._folders() for candidate in self.candidates]
+        own = every[self.distributed.rank :: self.distributed.world_size]
+        done, of = 0, sum(len(prompts) for _, _, prompts, _ in own)
+        for kind, folder, prompts, candidate in own:
+            self.on_progress("predictions", done, of, 0)
+            rows, temperature = read_completions(folder), protocol.temperature_of(kind)
+            settings = PredictionSettings(
+                drafter=candidate.fingerprint, texts=TextDataset.of(rows).identity, temperature=temperature,
+                max_new_tokens=protocol.max_new_tokens, seed=protocol.seed,
+                draft_temperatures={
+                    rule: list(protocol.predicted_temperatures(rule))
+                    for rule in protocol.rules
+                    if protocol.texts_of(rule) == kind
+                },
+            )  # fmt: skip
+            file = self._prediction_file(candidate, folder)
+            if not PredictionFile.is_made(file, settings):
+                predictor = Predictor(
+                    self.target, candidate.drafter, temperature, protocol.max_new_tokens, protocol.seed
+                )
+                made = PredictionFile.make(settings, rows, predictor, partial(self._show_predictions, done, of))
+                write_model(made, file, indent=None)
+            done += len(prompts)
         self.on_progress("predictions", of, of, 0)
 
     def _show_predictions(self, before: int, of: int, count: int) -> None:
