@@ -106,6 +106,11 @@ class Distributed:
         dist.all_gather_object(found, value)
         return found
 
+    def broadcast(self, values: Tensor, source: int) -> None:
+        """Fill a contiguous tensor with what it holds in the process ``source``."""
+        if self.is_distributed:
+            dist.broadcast(values, source)
+
     def barrier(self) -> None:
         """Wait until all processes are here."""
         if self.is_distributed:

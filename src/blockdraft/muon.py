@@ -10,13 +10,14 @@ square that AdamW's have, so that both share a learning rate.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from blockdraft.distributed import Distributed
 from blockdraft.selfcheck import cpu_multiplies_bfloat16
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -34,28 +35,60 @@ class Muon(torch.optim.Optimizer):
     The iteration runs in bfloat16 where that is faster (see `iteration_dtype`), and in the weights' own precision
     elsewhere; PyTorch's `torch.optim.Muon` runs it in bfloat16 everywhere, which is far slower on CPUs without
     bfloat16 arithmetic. Sharded parameters are gathered for it.
+
+    Args:
+        matrices: what to update.
+        lr, weight_decay, momentum: as in the formulas.
+        distributed: the processes that have the same matrices and gradients. Each runs the iteration for its share of
+            the matrices and sends the result to the others; without, this process runs all of it.
     """
 
     def __init__(
-        self, matrices: Iterable[Tensor], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
+        self,
+        matrices: Iterable[Tensor],
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        distributed: Distributed | None = None,
     ) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self._distributed = distributed
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient."""
         assert closure is None
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-            for matrix in group["params"]:
-                if matrix.grad is not None:
-                    by_shape[matrix.shape].append(matrix)
-            for shape, matrices in by_shape.items():
-                directions = torch.stack([_whole(self._direction(matrix, group["momentum"])) for matrix in matrices])
-                scale = 0.2 * math.sqrt(max(shape))
-                for matrix, update in zip(matrices, orthogonalize(directions), strict=True):
-                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                    matrix.add_(_sharded_like(matrix, update), alpha=-group["lr"] * scale)
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            for matrix, update in self._updates(matrices, group["momentum"]):
+                scale = 0.2 * math.sqrt(max(matrix.shape))
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(_sharded_like(matrix, update), alpha=-group["lr"] * scale)
+
+    def _updates(self, matrices: list[Tensor], momentum: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield matrices with their orthogonal updates: first all of this process's share is made, then exchanged."""
+        distributed = self._distributed
+        rank, num_shares = (0, 1) if distributed is None else (distributed.rank, distributed.world_size)
+        plan, made = shares([matrix.shape for matrix in matrices], num_shares), dict[int, Tensor]()
+        for place, owned in enumerate(plan):
+            mine = list[Tensor]()
+            for owner, numbers in enumerate(owned):
+                for number in numbers:
+                    direction = _whole(self._direction(matrices[number], momentum))  # sharded ones: by all together
+                    if owner == rank:
+                        mine.append(direction)
+            if mine:
+                made[place] = orthogonalize(torch.stack(mine)).contiguous()
+        for place, owned in enumerate(plan):
+            for owner, numbers in enumerate(owned):
+                if numbers:
+                    like = matrices[numbers[0]]
+                    updates = made.pop(place) if owner == rank else None
+                    if updates is None:
+                        updates = torch.empty(len(numbers), *like.shape, dtype=like.dtype, device=like.device)
+                    if distributed is not None:
+                        distributed.broadcast(updates, owner)
+                    yield from zip((matrices[number] for number in numbers), updates, strict=True)
 
     def _direction(self, matrix: Tensor, momentum: float) -> Tensor:
         assert matrix.grad is not None
@@ -64,6 +97,27 @@ class Muon(torch.optim.Optimizer):
             state["momentum"] = torch.zeros_like(matrix)
         state["momentum"].mul_(momentum).add_(matrix.grad)
         return matrix.grad.add(state["momentum"], alpha=momentum)
+
+
+def shares(shapes: Sequence[torch.Size], num_shares: int) -> list[list[list[int]]]:
+    """Split the iteration over matrices of these shapes into shares that take about as long.
+
+    Returns:
+        For every shape, the dearest first, and every share the numbers of its matrices.
+    """
+    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for number, shape in enumerate(shapes):
+        by_shape[shape].append(number)
+    cost = {shape: min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in by_shape}  # multiply-adds of a round
+    loads, found = [0] * num_shares, []
+    for shape in sorted(by_shape, key=lambda shape: -cost[shape]):
+        owned: list[list[int]] = [[] for _ in loads]
+        for number in by_shape[shape]:
+            least = loads.index(min(loads))
+            loads[least] += cost[shape]
+            owned[least].append(number)
+        found.append(owned)
+    return found
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blockdraft import muon
-from blockdraft.muon import Muon, orthogonalize
+from blockdraft.muon import Muon, orthogonalize, shares
 from blockdraft.recipes.schema import OptimizerSection
 from blockdraft.training.step import is_matrix, make_optimizers
 
@@ -79,6 +79,61 @@ def test_a_step_is_the_definition():
         update = reference(gradient + 0.95 * momentum)
         expected = expected * (1 - 0.1 * 0.3) - 0.1 * 0.2 * math.sqrt(7) * update
         torch.testing.assert_close(weight.detach(), expected, atol=1e-6, rtol=0)
+
+
+def test_shares_hold_every_matrix_once_and_cost_about_the_same():
+    """The matrices of a drafter of two layers, in two shares and in more shares than there are matrices."""
+    square, wide, narrow = torch.Size([576, 576]), torch.Size([1536, 576]), torch.Size([192, 576])
+    shapes = [torch.Size([576, 1728])] + 2 * [square, narrow, narrow, square, wide, wide, torch.Size([576, 1536])]
+    for num_shares in (1, 2, 20):
+        plan = shares(shapes, num_shares)
+        assert all(len(owned) == num_shares for owned in plan)
+        assert sorted(number for owned in plan for numbers in owned for number in numbers) == list(range(len(shapes)))
+        for owned in plan:
+            assert len({shapes[number] for numbers in owned for number in numbers}) == 1
+    costs = [0, 0]
+    for owned in shares(shapes, 2):
+        for share, numbers in enumerate(owned):
+            costs[share] += sum(min(s) ** 2 * (2 * max(s) + min(s)) for s in (shapes[n] for n in numbers))
+    assert abs(costs[0] - costs[1]) < 0.1 * sum(costs)
+
+
+class Shared:
+    """One of several processes that take turns in one: what it owns is sent by way of a common mailbox."""
+
+    def __init__(self, rank, world_size, mail):
+        self.rank, self.world_size, self.mail, self.sent = rank, world_size, mail, 0
+
+    def broadcast(self, values, source):
+        assert values.is_contiguous()
+        key = self.sent
+        self.sent += 1
+        if source == self.rank:
+            self.mail[key] = values.clone()
+        else:
+            values.copy_(self.mail.get(key, torch.nan))
+
+
+def test_a_shared_step_is_the_step_of_one_process():
+    """Two processes run one after the other, twice: in the second turn each receives what the other had sent."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(4, 7), (7, 4), (4, 7), (3, 3), (4, 7)]
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+    def stepped(distributed):
+        parameters = [torch.nn.Parameter(each.clone()) for each in start]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        Muon(parameters, lr=0.1, weight_decay=0.3, distributed=distributed).step()
+        return [parameter.detach() for parameter in parameters]
+
+    expected, mail = stepped(None), {}
+    first = [stepped(Shared(rank, 2, mail)) for rank in range(2)]
+    assert any(each.isnan().any() for each in first[0])  # what it does not own, it has not made
+    assert not all(each.isnan().any() for each in first[0])
+    for rank in range(2):
+        torch.testing.assert_close(stepped(Shared(rank, 2, mail)), expected)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

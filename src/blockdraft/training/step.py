@@ -29,6 +29,7 @@ from blockdraft.data import (
     partition,
 )
 from blockdraft.data.features import build_cache
+from blockdraft.distributed import Distributed
 from blockdraft.drafters import Drafter
 from blockdraft.drafters.attention import Anchors, BlockAttention, ReferenceAttention, default_attention
 from blockdraft.drafters.backbone import Layer
@@ -209,10 +210,12 @@ def check_batch(batch: Batch, vocab_size: int) -> None:
         check_runs(batch.segments, batch.labels, batch.valid)
 
 
-def make_optimizers(module: nn.Module, options: OptimizerSection) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    module: nn.Module, options: OptimizerSection, distributed: Distributed | None = None
+) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a recipe over a module's parameters; each parameter belongs to exactly one of them.
 
-    On CUDA, AdamW takes one kernel for all of them.
+    On CUDA, AdamW takes one kernel for all of them. Muon's iterations are shared by the processes that train together.
     """
     adamw: dict[str, Any] = {
         "lr": options.learning_rate, "betas": options.betas, "weight_decay": options.weight_decay
@@ -224,7 +227,7 @@ def make_optimizers(module: nn.Module, options: OptimizerSection) -> list[torch.
     named = dict(module.named_parameters())
     matrices = [parameter for name, parameter in named.items() if is_matrix(name, parameter)]
     others = [parameter for name, parameter in named.items() if not is_matrix(name, parameter)]
-    muon = Muon(matrices, lr=options.learning_rate, weight_decay=options.weight_decay)
+    muon = Muon(matrices, lr=options.learning_rate, weight_decay=options.weight_decay, distributed=distributed)
     return [muon, torch.optim.AdamW(others, **adamw)]
 
 

@@ -313,7 +313,7 @@ class Trainer:
         if runtime.shard_target and self.distributed.is_distributed:
             shard_frozen(self.target.model.model, list(self.target.model.model.layers))
         self.module = self.distributed.wrap(self.step_module, runtime.parallel, layers, self.step_module.precision)
-        self.optimizers = make_optimizers(self.drafter, self.recipe.optimizer)
+        self.optimizers = make_optimizers(self.drafter, self.recipe.optimizer, self.distributed)
 
     def _open_run(self, folder: Path, info: RunInfo) -> Run:
         """Load the last checkpoint of a run that is there, or write down what this one is."""
