@@ -308,6 +308,13 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
         rows = [list(csv.DictReader(file.read_text().splitlines())) for file in files]
         assert rows[0] == rows[1]
         assert rows[0]
+    for run in (tmp_path / "whole" / "runs").iterdir():  # evaluated: nothing reads the checkpoints any more
+        shutil.rmtree(run / "steps")
+    assert Study(study, "whole").jobs_left() == []
+    assert Study(study, "whole").run().wins == whole.wins
+    assert len(Study(load_study("s.yaml", ["seeds=[1,2]"]), "whole").jobs_left()) == 3  # a seed more: two cells of it
+    with pytest.raises(StudyError, match=r"seed1 failed: .* has lost its last checkpoint; put it back"):
+        Study(load_study("s.yaml", ["objectives.lk={recipe: lk}"]), "whole").run()  # is evaluated beside the others
     assert whole.wins == parts.wins
     assert whole.wins["bv"].predicted.of == whole.wins["bv"].measured.of == 2  # one task, two rules
     assert json.loads((tmp_path / "whole" / "report" / "wins.json").read_text())

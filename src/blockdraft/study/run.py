@@ -172,8 +172,9 @@ class Study:
     def is_trained(self, cell: StudyCell) -> bool:
         """Return whether a cell's last checkpoint is the end of its training.
 
-        A run by other settings or of other texts is refused: a shipped recipe may have changed since the study was
-        begun, and a data folder may have grown.
+        Once its target and seed are evaluated, the checkpoint may be gone: nothing reads it any more. A run by other
+        settings or of other texts is refused: a shipped recipe may have changed since the study was begun, and a data
+        folder may have grown.
         """
         if not Run.is_run(self.run_folder(cell)):
             return False
@@ -190,7 +191,16 @@ class Study:
                 f"{run.folder} was trained on other texts than {given} holds now, so that its figures would not be "
                 "comparable with new ones. Choose another --out, or put the texts back"
             )
-        return run.info.num_steps in run.checkpoints()
+        return run.info.num_steps in run.checkpoints() or self._is_evaluated_at_its_end(cell, run)
+
+    def _is_evaluated_at_its_end(self, cell: StudyCell, run: Run) -> bool:
+        """Return whether the evaluation of a cell's target and seed is complete, and has the end of its run."""
+        steps, which = [line["step"] for line in run.metrics()], self.recipe.evaluation.checkpoint
+        if run.info.num_steps not in steps or not self.is_evaluated(cell.target, cell.seed):
+            return False
+        drafters = read_results(self.evaluation_folder(cell.target, cell.seed)).drafters
+        found = next(each for each in drafters if each.name == cell.drafter_name)
+        return found.checkpoint == which and (which == "best" or found.step == run.info.num_steps)
 
     def is_evaluated(self, target: str, seed: int) -> bool:
         """Return whether the results of a target and seed are there, with all drafters that the study has now.
