@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from blockdraft.distributed import Distributed
 from blockdraft.selfcheck import cpu_multiplies_bfloat16
@@ -66,29 +66,34 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(_sharded_like(matrix, update), alpha=-group["lr"] * scale)
 
     def _updates(self, matrices: list[Tensor], momentum: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield matrices with their orthogonal updates: first all of this process's share is made, then exchanged."""
+        """Yield matrices with their orthogonal updates; each process computes its share, then all exchange results."""
         distributed = self._distributed
         rank, num_shares = (0, 1) if distributed is None else (distributed.rank, distributed.world_size)
-        plan, made = shares([matrix.shape for matrix in matrices], num_shares), dict[int, Tensor]()
-        for place, owned in enumerate(plan):
-            mine = list[Tensor]()
-            for owner, numbers in enumerate(owned):
-                for number in numbers:
-                    direction = _whole(self._direction(matrices[number], momentum))  # sharded ones: by all together
-                    if owner == rank:
-                        mine.append(direction)
-            if mine:
-                made[place] = orthogonalize(torch.stack(mine)).contiguous()
-        for place, owned in enumerate(plan):
+        plan = shares([matrix.shape for matrix in matrices], num_shares)
+        computed: Iterable[Tensor | None] = (self._share_of(rank, owned, matrices, momentum) for owned in plan)
+        if num_shares > 1:
+            computed = list(computed)  # nobody waits for others before its whole share is computed
+        for owned, mine in zip(plan, computed, strict=True):
             for owner, numbers in enumerate(owned):
                 if numbers:
                     like = matrices[numbers[0]]
-                    updates = made.pop(place) if owner == rank else None
+                    updates = mine if owner == rank else None
                     if updates is None:
                         updates = torch.empty(len(numbers), *like.shape, dtype=like.dtype, device=like.device)
-                    if distributed is not None:
+                    if distributed is not None and num_shares > 1:
+                        updates = updates.contiguous()
                         distributed.broadcast(updates, owner)
                     yield from zip((matrices[number] for number in numbers), updates, strict=True)
+
+    def _share_of(self, rank: int, owned: list[list[int]], matrices: list[Tensor], momentum: float) -> Tensor | None:
+        """Move the momentum of all matrices of one shape, and return the orthogonal updates of those a process owns."""
+        mine = list[Tensor]()
+        for owner, numbers in enumerate(owned):
+            for number in numbers:
+                direction = _whole(self._direction(matrices[number], momentum))  # of a DTensor: by all processes
+                if owner == rank:
+                    mine.append(direction)
+        return orthogonalize(torch.stack(mine)) if mine else None
 
     def _direction(self, matrix: Tensor, momentum: float) -> Tensor:
         assert matrix.grad is not None
@@ -103,12 +108,12 @@ def shares(shapes: Sequence[torch.Size], num_shares: int) -> list[list[list[int]
     """Split the iteration over matrices of these shapes into shares that take about as long.
 
     Returns:
-        For every shape, the dearest first, and every share the numbers of its matrices.
+        For every shape, the most expensive first, and every share, the indices of its matrices.
     """
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for number, shape in enumerate(shapes):
         by_shape[shape].append(number)
-    cost = {shape: min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in by_shape}  # multiply-adds of a round
+    cost = {shape: min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in by_shape}
     loads, found = [0] * num_shares, []
     for shape in sorted(by_shape, key=lambda shape: -cost[shape]):
         owned: list[list[int]] = [[] for _ in loads]
@@ -155,4 +160,9 @@ def _whole(matrix: Tensor) -> Tensor:
 
 
 def _sharded_like(matrix: Tensor, whole: Tensor) -> Tensor:
-    return distribute_tensor(whole, matrix.device_mesh, matrix.placements) if isinstance(matrix, DTensor) else whole
+    """Return what a process keeps of a tensor that every process has whole, placed as ``matrix`` is."""
+    if not isinstance(matrix, DTensor):
+        return whole
+    mesh = matrix.device_mesh
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=matrix.placements)

@@ -219,6 +219,18 @@ class Run:
         found = {int(path.name): path for path in folders if path.name.isdigit() and path.is_dir()}
         return dict(sorted(found.items()))
 
+    @property
+    def last_saved_step(self) -> int | None:
+        """Give the step of the last checkpoint that was written, be it still there or not; None before the first."""
+        link = self.folder / LAST
+        name = link.readlink().name if link.is_symlink() else ""
+        return int(name) if name.isdigit() else None
+
+    @property
+    def lost_its_checkpoint(self) -> bool:
+        """Tell whether a last checkpoint was written and is gone."""
+        return self.last_saved_step is not None and not (self.folder / LAST).exists()
+
     def epoch_checkpoints(self) -> dict[int, Path]:
         """Return the checkpoints at the end of each epoch, as far as they were kept, by step."""
         each, last = self.info.steps_per_epoch, self.info.num_steps

@@ -119,6 +119,9 @@ def target_there(dtype=torch.float32, **changes):
     return target
 
 
+SHARED_BY_TWO = [(parallel, optimizer) for parallel in ("ddp", "fsdp") for optimizer in ("adamw", "muon")]
+
+
 def _two(rank, port, data, out):
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
@@ -127,9 +130,9 @@ def _two(rank, port, data, out):
     torch.set_num_threads(1)
     if DEVICE.type == "cuda":
         torch.cuda.set_device(rank)
-    for parallel in ("ddp", "fsdp"):
+    for parallel, optimizer in SHARED_BY_TWO:
         options = [f"runtime.device={DEVICE.type}", "runtime.precision=float32", f"runtime.parallel={parallel}"]
-        train(data, out / parallel, *options, model=target_there())
+        train(data, out / f"{parallel}-{optimizer}", *options, f"optimizer.name={optimizer}", model=target_there())
     torch.distributed.destroy_process_group()
 
 
@@ -137,15 +140,19 @@ def _two(rank, port, data, out):
 def test_two_nccl_processes_are_one(tmp_path, found):
     alone_on_a_cpu = tiny_target(dtype=torch.float32, head_dim=32)
     data = make_data(tmp_path / "d", alone_on_a_cpu)
-    alone = train(data, tmp_path / "alone", "runtime.device=cpu", model=alone_on_a_cpu)
+    alone = {
+        name: train(data, tmp_path / name, "runtime.device=cpu", f"optimizer.name={name}", model=alone_on_a_cpu)
+        for name in ("adamw", "muon")
+    }
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(_two, (port, data, tmp_path), nprocs=2)
-    for parallel in ("ddp", "fsdp"):
-        there = load_file(tmp_path / parallel / "checkpoint" / "model.safetensors")
-        found[parallel] = max(relative(there[n], w) for n, w in weights(alone).items())
-        assert found[parallel] < 5e-2
+    for parallel, optimizer in SHARED_BY_TWO:
+        name = f"{parallel}-{optimizer}"
+        there = load_file(tmp_path / name / "checkpoint" / "model.safetensors")
+        found[name] = max(relative(there[n], w) for n, w in weights(alone[optimizer]).items())
+        assert found[name] < 5e-2
 
 
 def on_gpu(kind, dtype=torch.float32, **changes):

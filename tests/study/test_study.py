@@ -308,13 +308,26 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
         rows = [list(csv.DictReader(file.read_text().splitlines())) for file in files]
         assert rows[0] == rows[1]
         assert rows[0]
-    for run in (tmp_path / "whole" / "runs").iterdir():  # evaluated: nothing reads the checkpoints any more
+    for run in (tmp_path / "whole" / "runs").iterdir():  # evaluated: the study no longer needs the checkpoints
         shutil.rmtree(run / "steps")
     assert Study(study, "whole").jobs_left() == []
-    assert Study(study, "whole").run().wins == whole.wins
-    assert len(Study(load_study("s.yaml", ["seeds=[1,2]"]), "whole").jobs_left()) == 3  # a seed more: two cells of it
-    with pytest.raises(StudyError, match=r"seed1 failed: .* has lost its last checkpoint; put it back"):
-        Study(load_study("s.yaml", ["objectives.lk={recipe: lk}"]), "whole").run()  # is evaluated beside the others
+    assert len(Study(load_study("s.yaml", ["seeds=[1,2]"]), "whole").jobs_left()) == 3  # two cells and an evaluation
+    for change in ("objectives.lk={recipe: lk}", "baseline=bv"):  # evaluates all drafters of the seed again
+        with pytest.raises(StudyError, match=r"whole/runs/\S+-ce-seed1 has lost its last checkpoint, .* Put it back"):
+            Study(load_study("s.yaml", [change]), "whole").run()
+    assert Study(study, "whole").run().wins == whole.wins  # nothing of what was refused is remembered
+    for name, value in (("step", 2), ("checkpoint", "best"), ("checkpoint", None)):  # of another checkpoint of the run
+        file = Study(study, "whole").evaluation_folder("pocket", 1) / "results.json"
+        before = file.read_text()
+        changed = json.loads(before)
+        changed["drafters"][0][name] = value
+        file.write_text(json.dumps(changed))
+        assert [Study(study, "whole").is_trained(cell) for cell in study.cells] == [False, True]
+        file.write_text(before)
+    link = tmp_path / "whole" / "runs" / study.cells[0].name / "checkpoint"
+    link.unlink()
+    link.symlink_to("steps/00000002")  # stopped before its end
+    assert not Study(study, "whole").is_trained(study.cells[0])
     assert whole.wins == parts.wins
     assert whole.wins["bv"].predicted.of == whole.wins["bv"].measured.of == 2  # one task, two rules
     assert json.loads((tmp_path / "whole" / "report" / "wins.json").read_text())

@@ -99,7 +99,7 @@ def test_shares_hold_every_matrix_once_and_cost_about_the_same():
 
 
 class Shared:
-    """One of several processes that take turns in one: what it owns is sent by way of a common mailbox."""
+    """One of several processes that take turns in one: what it owns is sent through a shared mailbox."""
 
     def __init__(self, rank, world_size, mail):
         self.rank, self.world_size, self.mail, self.sent = rank, world_size, mail, 0
@@ -114,26 +114,33 @@ class Shared:
             values.copy_(self.mail.get(key, torch.nan))
 
 
-def test_a_shared_step_is_the_step_of_one_process():
-    """Two processes run one after the other, twice: in the second turn each receives what the other had sent."""
+@pytest.mark.parametrize("num_processes", [2, 7])
+def test_shared_steps_are_the_steps_of_one_process(num_processes):
+    """The processes run one after the other, twice: in the second turn each receives what the others had sent."""
     generator = torch.Generator().manual_seed(5)
     shapes = [(4, 7), (7, 4), (4, 7), (3, 3), (4, 7)]
-    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    start, *gradients = (
+        [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(3)
+    )
 
     def stepped(distributed):
         parameters = [torch.nn.Parameter(each.clone()) for each in start]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        Muon(parameters, lr=0.1, weight_decay=0.3, distributed=distributed).step()
-        return [parameter.detach() for parameter in parameters]
+        optimizer = Muon(parameters, lr=0.1, weight_decay=0.3, distributed=distributed)
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        return [each.detach() for each in parameters], [optimizer.state[each]["momentum"] for each in parameters]
 
-    expected, mail = stepped(None), {}
-    first = [stepped(Shared(rank, 2, mail)) for rank in range(2)]
-    assert any(each.isnan().any() for each in first[0])  # what it does not own, it has not made
-    assert not all(each.isnan().any() for each in first[0])
-    for rank in range(2):
-        torch.testing.assert_close(stepped(Shared(rank, 2, mail)), expected)
+    (expected, momenta), mail = stepped(None), {}
+    first = [stepped(Shared(rank, num_processes, mail))[0] for rank in range(num_processes)]
+    made = [[not each.isnan().any() for each in weights] for weights in first]
+    assert any(made[0])
+    assert not all(made[0])  # what it does not own, it has not made
+    for rank in range(num_processes):
+        weights, state = stepped(Shared(rank, num_processes, mail))
+        torch.testing.assert_close(weights, expected)
+        torch.testing.assert_close(state, momenta, rtol=0, atol=0)  # whoever saves has the momentum of all
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

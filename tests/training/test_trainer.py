@@ -195,8 +195,9 @@ def _process(rank, num, port, data, out, cases):
     }  # fmt: skip
     for name, options in cases.items():
         train(data, out / name, *options)
-    if (out / "alone").exists():  # begun by one process, ended by two
-        train(data, out / "alone", *cases["ddp"])
+    for name, case in {"alone": "ddp", "walking-alone": "walking"}.items():  # begun by one process, ended by two
+        if (out / name).exists():
+            train(data, out / name, *cases[case])
     torch.distributed.destroy_process_group()
 
 
@@ -204,15 +205,15 @@ def _process(rank, num, port, data, out, cases):
 def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_path, data):
     options = ["drafter.kind=dspark", "objective.name=bv"]
     whole = train(data, tmp_path / "whole", *options)
-    begun = Trainer(recipe(data, *options), target(), tmp_path / "alone")
+    walking = ["batch.anchors=rounds", "optimizer.name=muon"]
 
     def ask(progress):
         if progress.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(StoppedError):
-        begun.train(ask)
-    walking = ["batch.anchors=rounds", "optimizer.name=muon"]
+    for name, more in {"alone": [], "walking-alone": walking}.items():
+        with pytest.raises(StoppedError):
+            Trainer(recipe(data, *options, *more), target(), tmp_path / name).train(ask)
     walked = train(data, tmp_path / "walked", *options, *walking)
     cases = {
         "ddp": [*options, "logging.decode_prompts=1"],
@@ -227,7 +228,7 @@ def test_two_processes_share_the_trajectory_of_one_replicated_or_sharded(tmp_pat
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(_process, (2, port, data, tmp_path, cases), nprocs=2)
-    for name in (*cases, "alone"):
+    for name in (*cases, "alone", "walking-alone"):
         found = load_file(tmp_path / name / "checkpoint" / "model.safetensors")
         alike, other = (walked, "walked") if name.startswith("walking") else (whole, "whole")
         close(found, weights(alike), rtol=2e-3, atol=2e-4)

@@ -172,7 +172,7 @@ class Study:
     def is_trained(self, cell: StudyCell) -> bool:
         """Return whether a cell's last checkpoint is the end of its training.
 
-        Once its target and seed are evaluated, the checkpoint may be gone: nothing reads it any more. A run by other
+        Once its target and seed are evaluated, the checkpoint may be gone: the study no longer needs it. A run by other
         settings or of other texts is refused: a shipped recipe may have changed since the study was begun, and a data
         folder may have grown.
         """
@@ -194,13 +194,24 @@ class Study:
         return run.info.num_steps in run.checkpoints() or self._is_evaluated_at_its_end(cell, run)
 
     def _is_evaluated_at_its_end(self, cell: StudyCell, run: Run) -> bool:
-        """Return whether the evaluation of a cell's target and seed is complete, and has the end of its run."""
-        steps, which = [line["step"] for line in run.metrics()], self.recipe.evaluation.checkpoint
-        if run.info.num_steps not in steps or not self.is_evaluated(cell.target, cell.seed):
+        """Return whether a run reached its end, and its cell's evaluation is complete and was made from that end."""
+        which = self.recipe.evaluation.checkpoint
+        if run.last_saved_step != run.info.num_steps or not self.is_evaluated(cell.target, cell.seed):
             return False
         drafters = read_results(self.evaluation_folder(cell.target, cell.seed)).drafters
         found = next(each for each in drafters if each.name == cell.drafter_name)
         return found.checkpoint == which and (which == "best" or found.step == run.info.num_steps)
+
+    def _refuse_lost_checkpoints(self) -> None:
+        """Refuse what would train or evaluate a cell again whose checkpoints are gone, before anything else runs."""
+        for cell in self.recipe.cells:
+            folder = self.run_folder(cell)
+            if Run.is_run(folder) and not self.is_trained(cell) and Run.open(folder).lost_its_checkpoint:
+                evaluation = self.evaluation_folder(cell.target, cell.seed)
+                raise StudyError(
+                    f"{folder} has lost its last checkpoint, and all drafters of a seed are evaluated together. Put it "
+                    f"back, or delete {folder} and {evaluation} to train and evaluate it again"
+                )
 
     def is_evaluated(self, target: str, seed: int) -> bool:
         """Return whether the results of a target and seed are there, with all drafters that the study has now.
@@ -258,6 +269,7 @@ class Study:
         check_dynamics(self.recipe)
         if download:
             check_data(self.recipe)
+        self._refuse_lost_checkpoints()
         if self.evaluations_left():  # opens the runs that are there
             check_tasks(self.recipe.evaluation, download=download)
 
