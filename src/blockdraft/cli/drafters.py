@@ -84,7 +84,7 @@ def export(
         typer.Option(
             "--format",
             help="The format to write: flat (SGLang, vLLM) or speculators (vLLM).",
-            show_default="the one it came in, also before it was trained further",
+            show_default="that of its folder or of the drafter it was trained from; required if neither has one",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The new folder to write.")] = None,
