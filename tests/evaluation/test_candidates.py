@@ -175,6 +175,30 @@ def test_best_and_last_of_a_run(tmp_path):
         load_candidates([f"{folder / 'checkpoint'}@last"], target)
 
 
+def test_a_checkpoint_of_a_run_that_has_not_ended_or_from_its_middle_is_unfinished(tmp_path):
+    trainer = runs.train(runs.make_data(tmp_path / "data"), tmp_path / "run", "logging.keep_epoch_checkpoints=true")
+    first, last = min(trainer.run.checkpoints()), max(trainer.run.checkpoints())
+
+    def load(given):
+        (found,) = load_candidates([f"{tmp_path / 'run'}{given}"], trainer.target)
+        assert found.num_steps == last
+        return found.step, found.unfinished
+
+    def link(name, step):
+        (tmp_path / "run" / name).unlink()
+        (tmp_path / "run" / name).symlink_to(f"steps/{step:08d}")
+
+    link("best", first)
+    assert [load(each) for each in ("@last", "@best")] == [(last, False), (first, False)]
+    link("best", last)
+    assert load(f"/steps/{first:08d}") == (first, True)
+    link("best", first)
+    link("checkpoint", first)  # as if it had been stopped there
+    assert [load(each) for each in ("@last", "@best")] == [(first, True), (first, True)]
+    (shipped,) = load_candidates(["pocket-dflash-bv"], load_target("pocket"))
+    assert (shipped.step, shipped.num_steps, shipped.unfinished) == (3288, 3288, False)
+
+
 def test_a_fingerprint_is_of_weights_and_configuration(target, tmp_path):
     one, other = tiny_drafter("dflash", target), tiny_drafter("dflash", target, seed=5)
     for name, drafter in (("one", one), ("same", one), ("other", other)):

@@ -64,6 +64,26 @@ def test_different_settings_are_said(tmp_path):
     assert read_evaluations(folders).differences == ["Evaluations of pocket differ in budget (a: 128; b: 32)."]
 
 
+def test_a_run_that_was_stopped_says_how_far_it_came(tmp_path):
+    made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV")))
+    stopped = {"step": 264, "num_steps": 20_000, "unfinished": True}
+
+    def read(folder, *changes):
+        drafters = [about.model_copy(update=each) for about, each in zip(made.drafters, changes, strict=True)]
+        return read_evaluations([synthetic.write(tmp_path / folder, made.model_copy(update={"drafters": drafters}))])
+
+    found = read("both", stopped, stopped)
+    assert [e.label for e in found.entries] == ["CE at step 264 of 20,000", "BV at step 264 of 20,000"]
+    assert found.evaluated() == "Evaluated checkpoints: the last ones of unfinished runs, step 264 of 20,000."
+    mixed = read("one", {"step": 20_000, "num_steps": 20_000}, stopped | {"checkpoint": "best"})
+    assert [e.label for e in mixed.entries] == ["CE", "BV at step 264 of 20,000"]
+    assert mixed.evaluated() == (
+        "Evaluated checkpoints: the final ones (DFlash CE); the best ones by held-out length of unfinished runs, step "
+        "264 of 20,000 (DFlash BV at step 264 of 20,000)."
+    )
+    assert [e.about.progress for e in mixed.entries] == ["20,000 of 20,000", "264 of 20,000"]
+
+
 def test_files_of_targets_never_share_a_name(tmp_path):
     folders = [
         synthetic.write(tmp_path / str(i), synthetic.results(name)) for i, name in enumerate(("a.b", "a-b", "c"))

@@ -170,6 +170,14 @@ def test_where_nothing_was_trained_alike_the_difference_is_said(tmp_path):
     assert str(found).endswith(found.note)
 
 
+def test_a_run_that_was_stopped_is_not_set_against_a_whole_one_without_a_word(tmp_path):
+    made = synthetic.results(drafters=CE_AND_BV)
+    stopped = made.drafters[1].model_copy(update={"step": 264, "num_steps": 20_000, "unfinished": True})
+    found = only(tmp_path, made.model_copy(update={"drafters": [made.drafters[0], stopped]}))
+    assert (found.new, found.old) == ("BV at step 264 of 20,000", "CE")
+    assert found.note == "They were trained differently (steps taken), so the loss is not all that differs."
+
+
 def test_a_drafter_that_was_trained_with_bv_last_is_a_variant_of_bv(tmp_path):
     made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "LK"), ("dflash", "BV")))
     further = {"label": "D-PACE, then BV (beta from 0.5)", "objective": "bv"}

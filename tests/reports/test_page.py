@@ -123,6 +123,15 @@ def test_an_undecided_card_has_no_gain(tmp_path):
     assert "+25" not in card
 
 
+def test_the_table_of_drafters_has_the_steps_of_the_checkpoint_and_of_its_run(tmp_path):
+    made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV")))
+    drafters = [made.drafters[0].model_copy(update={"step": 264, "num_steps": 20_000}), made.drafters[1]]
+    found = read_evaluations([synthetic.write(tmp_path, made.model_copy(update={"drafters": drafters}))])
+    section = re.search(r'<section id="drafters".*?</section>', page(found, tables(found), []), re.DOTALL).group()
+    assert "<td>264 of 20,000</td>" in section
+    assert "<td>176</td>" in section
+
+
 def test_without_traces(tmp_path):
     found = read_evaluations([synthetic.write(tmp_path, synthetic.results())])
     text = page(found, tables(found), [])

@@ -185,7 +185,7 @@ def show_results(results: "Results") -> None:
     abouts = {each.name: each for each in results.drafters}
     for each in results.averages:
         about = abouts[each.drafter]
-        name = each.drafter if about.label == each.drafter else f"{each.drafter}: {about.label}"
+        name = each.drafter if about.label == each.drafter else f"{each.drafter}: {about.full_label}"
         if about.trained_proposals not in (None, about.num_proposals):
             name += f" ({about.num_proposals} of {about.trained_proposals} proposals)"
         drafts = "argmax" if each.draft_temperature == 0 else f"T={each.draft_temperature:g}"

@@ -185,6 +185,24 @@ class Candidate:
         return None if self.recipe is None else self.recipe.objective.name
 
     @property
+    def num_steps(self) -> int | None:
+        """Give the number of steps of its whole run, if the folder tells."""
+        if self.run is not None:
+            return self.run.info.num_steps
+        return None if self.shipped is None else self.shipped.num_steps
+
+    @property
+    def unfinished(self) -> bool:
+        """Tell whether its training was cut short.
+
+        The run has not taken all of its steps yet, or this checkpoint is from before its end and is not its best one.
+        """
+        if self.run is None:
+            return False
+        taken = self.run.last_saved_step if self.checkpoint == "best" else self.step
+        return taken is not None and taken < self.run.info.num_steps
+
+    @property
     def budget(self) -> dict[str, Any] | None:
         """Say what decides how long and on what it was trained, whatever the objective; None if nobody knows."""
         parts = {"data", "batch", "optimizer", "seed"}

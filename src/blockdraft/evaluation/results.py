@@ -115,7 +115,9 @@ class DrafterAbout(Strict):
     proposal_choice: if the number was chosen for speed: the costs and predicted lengths that it was chosen by.
     lengths_by_proposals: by rule, the predicted tokens per call if blocks are cut to 1, 2, .. num_proposals tokens,
         at the paper's draft temperature, as means over the tasks.
+    step: the checkpoint's. num_steps: of its whole run, if the folder tells.
     checkpoint: which one of its run this is; None for any other checkpoint, and for a folder outside a run.
+    unfinished: whether training was cut short, see `Candidate.unfinished`.
     learning_curve: what its run measured up to this checkpoint; empty outside a run, and without held-out texts.
     fingerprint: of its weights and configuration.
     """
@@ -133,11 +135,25 @@ class DrafterAbout(Strict):
     temperatures: list[TemperaturePoint]
     recipe: dict[str, Any] | None
     checkpoint: CheckpointName | None = None
+    num_steps: int | None = None
+    unfinished: bool = False
     learning_curve: list[HeldOutPoint] = []
     fingerprint: str | None = None
     trained_proposals: int | None = None
     lengths_by_proposals: dict[Rule, list[float]] = {}
     proposal_choice: ProposalChoice | None = None
+
+    @property
+    def progress(self) -> str | None:
+        """Give the checkpoint's step, of those of its run if they are known: ``264 of 20,000``; None if it has none."""
+        if self.step is None:
+            return None
+        return f"{self.step:,}" if self.num_steps is None else f"{self.step:,} of {self.num_steps:,}"
+
+    @property
+    def full_label(self) -> str:
+        """Give the label, and how far training had come if it was cut short: ``BV at step 264 of 20,000``."""
+        return f"{self.label} at step {self.progress}" if self.unfinished else self.label
 
 
 class Cell(Strict):

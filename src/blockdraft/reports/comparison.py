@@ -40,6 +40,11 @@ CHECKPOINTS: dict[CheckpointName | None, str] = {
     "best": "the best ones by held-out length",
     None: "those in the folders given, not recorded as final or best",
 }
+CUT_SHORT: dict[CheckpointName | None, str] = {
+    "last": "the last ones of unfinished runs",
+    "best": "the best ones by held-out length of unfinished runs",
+    None: "those in the folders given, from before the end of their runs",
+}
 TOO_FEW = "too few prompts for an interval"
 
 
@@ -306,14 +311,12 @@ class Comparison:
     def evaluated(self, entries: Sequence[Entry] | None = None) -> str:
         """Say which checkpoints of their runs drafters are, these or all: a sentence for captions."""
         entries = self.entries if entries is None else entries
-        found: dict[CheckpointName | None, list[str]] = {}
+        found: dict[str, list[str]] = {}
         for entry in entries:
             target = "" if all(e.target == entry.target for e in entries) else f"{entry.target} "
-            found.setdefault(entry.about.checkpoint, []).append(f"{target}{entry.title}")
-        if len(found) == 1:
-            return f"Evaluated checkpoints: {CHECKPOINTS[next(iter(found))]}."
-        listed = "; ".join(f"{CHECKPOINTS[which]} ({', '.join(names)})" for which, names in found.items())
-        return f"Evaluated checkpoints: {listed}."
+            found.setdefault(_checkpoint(entry.about), []).append(f"{target}{entry.title}")
+        named = [f"{which} ({', '.join(names)})" if len(found) > 1 else which for which, names in found.items()]
+        return f"Evaluated checkpoints: {'; '.join(named)}."
 
     def autoregressive(self, target: str, rule: Rule) -> dict[str, Spent]:
         """Return the time of decoding without a drafter, for every evaluation of a target, by a name for its row."""
@@ -366,11 +369,11 @@ def slug(text: str, joint: str = "-") -> str:
 
 def _labels(found: list[tuple[LoadedEvaluation, DrafterAbout, str]]) -> list[str]:
     """Label the drafters; where a kind of a target has a label twice, add folder or name until it has not."""
-    labels = [about.label for _, about, _ in found]
+    labels = [about.full_label for _, about, _ in found]
     more: tuple[Callable[[LoadedEvaluation, DrafterAbout], str], ...] = (
-        lambda evaluation, about: f"{about.label} ({evaluation.name})",
-        lambda _, about: f"{about.label} ({about.name})",
-        lambda evaluation, about: f"{about.label} ({evaluation.name}/{about.name})",
+        lambda evaluation, about: f"{about.full_label} ({evaluation.name})",
+        lambda _, about: f"{about.full_label} ({about.name})",
+        lambda evaluation, about: f"{about.full_label} ({evaluation.name}/{about.name})",
     )
     for extend in more:
         places = Counter((target, a.kind, label) for (_, a, target), label in zip(found, labels, strict=True))
@@ -380,6 +383,13 @@ def _labels(found: list[tuple[LoadedEvaluation, DrafterAbout, str]]) -> list[str
             for (e, a, target), label in zip(found, labels, strict=True)
         ]
     return labels
+
+
+def _checkpoint(about: DrafterAbout) -> str:
+    """Say which checkpoint of its run a drafter is."""
+    if about.unfinished:
+        return f"{CUT_SHORT[about.checkpoint]}, step {about.progress}"
+    return CHECKPOINTS[about.checkpoint]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

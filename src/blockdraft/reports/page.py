@@ -262,7 +262,7 @@ def _drafters(comparison: Comparison) -> Table:
             plain(about.num_parameters / 1e6, "{:.1f} M"),
             plain(about.num_layers),
             plain(about.num_proposals),
-            plain(about.step, "{:,}"),
+            plain(about.progress),
             plain(best or None),
             plain(about.path),
         )
@@ -341,7 +341,9 @@ def _alike(measured: Averages) -> list[Averages]:
 
 
 def _budget(entry: Entry) -> dict[str, Any]:
-    return {section: (entry.about.recipe or {}).get(section) for section in BUDGET}
+    about = entry.about
+    taken = {"steps taken": about.step if about.unfinished else None}
+    return {section: (about.recipe or {}).get(section) for section in BUDGET} | taken
 
 
 def _headline(comparison: Comparison, rule: Rule, group: Averages) -> Headline:
@@ -363,7 +365,7 @@ def _headline(comparison: Comparison, rule: Rule, group: Averages) -> Headline:
         contrast("Tokens per call, measured", "acceptance_length"),
         contrast("Speed-up", "speedup", "×"),
     )
-    differ = [section for section in BUDGET if old and _budget(new)[section] != _budget(old)[section]]
+    differ = [what for what, value in _budget(new).items() if old and value != _budget(old)[what]]
     note = f"They were trained differently ({', '.join(differ)}), so the loss is not all that differs."
     return Headline(
         new.target,
