@@ -225,7 +225,7 @@ def test_drafters_are_compared_on_the_same_prompts(tmp_path):
     assert {(each.drafter, each.baseline) for each in results.comparisons} == {("equal", "unsure")}  # by kind
     averages = {(each.drafter, each.rule, each.choice): each for each in results.averages}
     seen = set()
-    for each in results.comparisons:
+    for each in (each for each in results.comparisons if each.task is None):
         ours, theirs = (
             averages.get((name, each.rule, each.choice)) or averages[name, each.rule, "paper"]
             for name in (each.drafter, each.baseline)
@@ -238,6 +238,19 @@ def test_drafters_are_compared_on_the_same_prompts(tmp_path):
     assert ("block", "best", "acceptance_length") in seen  # the best of "equal" is the paper's temperature
     assert ("token", "one-hot", "speedup") in seen
     assert ("greedy", "best", "speedup") not in seen
+    cells = {(each.drafter, each.rule, each.choice, each.task): each for each in results.cells}
+    by_task = [each for each in results.comparisons if each.task is not None]
+    assert {(each.rule, each.choice, each.quantity, each.task) for each in by_task} == {
+        (*place, task) for place in seen if place[2] != "speedup" for task in ("one", "two")
+    }
+    for each in by_task:
+        ours, theirs = (
+            getattr(cells.get((name, each.rule, each.choice, each.task)) or cells[name, each.rule, "paper", each.task],
+                    each.quantity).value
+            for name in (each.drafter, each.baseline)
+        )  # fmt: skip
+        assert each.ratio.value == pytest.approx(ours / theirs)
+        assert each.ratio.low <= each.ratio.value <= each.ratio.high
     gain = next(
         c for c in results.comparisons if (c.rule, c.choice, c.quantity) == ("block", "paper", "predicted_length")
     )

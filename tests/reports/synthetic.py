@@ -84,15 +84,16 @@ def results(
 
 def paired(found: Results, drafter: str, baseline: str, spread: float = 0.02) -> Results:
     """Add paired comparisons of two drafters, with intervals that reach ``spread`` to both sides of the ratio."""
-    averages = {(a.drafter, a.rule, a.choice): a for a in found.averages}
+    measured = {(m.drafter, m.rule, m.choice, None): m for m in found.averages}
+    measured |= {(m.drafter, m.rule, m.choice, m.task): m for m in found.cells}
     made = []
-    for (name, rule, choice), new in averages.items():
+    for (name, rule, choice, task), new in measured.items():
         if name == drafter:
-            old = averages[baseline, rule, choice]
-            for what in ("predicted_length", "acceptance_length", "speedup"):
+            old = measured[baseline, rule, choice, task]
+            for what in ("predicted_length", "acceptance_length", "speedup")[: None if task is None else 2]:
                 ratio = estimate(getattr(new, what).value / getattr(old, what).value, spread)
                 made.append(PairedRatio(
-                    drafter=drafter, baseline=baseline, rule=rule, choice=choice, quantity=what, ratio=ratio,
+                    drafter=drafter, baseline=baseline, rule=rule, choice=choice, quantity=what, ratio=ratio, task=task,
                 ))  # fmt: skip
     return found.model_copy(update={"comparisons": [*found.comparisons, *made]})
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import shutil
 import subprocess
 from xml.etree import ElementTree
@@ -29,8 +30,8 @@ def rows(table: Table) -> dict[tuple[str, ...], list[str]]:
 
 def test_which_tables_there_are(found):
     assert list(found) == [
-        "main", "gains", "best-temperature", "one-hot", "token-verification", "annealing", "full-pocket", "full-qwen-3",
-        "objectives", "retention-pocket", "retention-qwen-3", "lengths", "seconds",
+        "main", "gains", "best-temperature", "one-hot", "token-verification", "annealing", "gains-pocket",
+        "full-pocket", "full-qwen-3", "objectives", "retention-pocket", "retention-qwen-3", "lengths", "seconds",
     ]  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def test_bv_without_annealing_has_a_column_for_one_target_though_another_target_
 
 def test_captions_say_which_checkpoint_was_evaluated(found, tmp_path):
     papers = ("main", "token-verification", "annealing", "full-pocket", "full-qwen-3")
-    others = ("gains", "best-temperature", "one-hot", "retention-pocket", "retention-qwen-3", "lengths")
+    others = ("gains", "gains-pocket", "best-temperature", "one-hot", "retention-pocket", "retention-qwen-3", "lengths")
     assert all("Evaluated checkpoints: the final ones. " in found[name].caption for name in (*papers, *others))
     made = synthetic.results()
 
@@ -201,6 +202,34 @@ def test_two_drafters_that_are_each_others_baselines_are_compared_once(tmp_path)
     table = next(t for t in tables(read_evaluations([synthetic.write(tmp_path, made)])) if t.name == "gains")
     pairs = [row.labels[2:] for row in table.rows if row.labels[1] == "T=0 (greedy)"]
     assert pairs == [("DFlash LK", "DFlash CE"), ("DFlash BV", "DFlash CE"), ("DFlash BV", "DFlash LK")]
+
+
+def test_gains_by_task(found):
+    table = found["gains-pocket"]
+    assert [column.heads for column in table.columns] == [
+        ("Math", "Sums"), ("Code", "Functions"), ("Chat", "Talk & 100% chat"), ("", "Avg."),
+    ]  # fmt: skip
+    cells = rows(table)
+    assert (
+        len(cells) == 2 * 7
+    )  # predicted and measured: greedy, and two rules at three choices of the draft temperature
+    shown = cells["T=1 (block verification)", "DFlash BV", "DFlash CE", "τ measured"]
+    gains = [0.75 / (3 + shift) for shift in (0.5, 0.0, -0.75, -0.25 / 3)]
+    assert shown == [f"{gain:+.1%} [{gain - 0.02:+.1%}, {gain + 0.02:+.1%}]" for gain in gains]
+    assert shown[-1] == rows(found["gains"])["pocket", "T=1 (block verification)", "DFlash BV", "DFlash CE"][1]
+    line = next(csv.DictReader(io.StringIO(table.csv())))
+    assert (line["over"], line["quantity"]) == ("DFlash CE", "τ predicted")
+    assert float(line["talk_2_gain_high"]) == pytest.approx(float(line["talk_2_gain"]) + 0.02)
+
+
+def test_results_that_compare_no_single_tasks_have_no_table_of_gains_by_task(tmp_path):
+    made = synthetic.paired(synthetic.results(), "dflash-bv", "dflash-ce")
+    plain = json.loads(made.model_dump_json())
+    plain["comparisons"] = [each for each in plain["comparisons"] if each.pop("task") is None]  # as was written before
+    (tmp_path / "results.json").write_text(json.dumps(plain))
+    names = [table.name for table in tables(read_evaluations([tmp_path]))]
+    assert "gains" in names
+    assert "gains-pocket" not in names
 
 
 def test_one_hot(found):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -35,7 +36,8 @@ from blockdraft.files import complete_lines, explain, parse_json
 from blockdraft.verification import RULES, Rule
 
 PHASES = ("prefill", "draft", "verify", "rest")
-COMPARED_QUANTITIES: tuple[Quantity, ...] = ("predicted_length", "acceptance_length", "speedup")
+COMPARED_LENGTHS: tuple[Quantity, ...] = ("predicted_length", "acceptance_length")
+COMPARED_QUANTITIES: tuple[Quantity, ...] = (*COMPARED_LENGTHS, "speedup")
 
 
 class GenerationRecord(Strict):
@@ -268,7 +270,10 @@ class Assembly:
         return self._bootstraps[num_prompts, task]
 
     def _compare(self, samples: Mapping[DecodingSetup, list[dict[str, Numbers]]]) -> Iterator[PairedRatio]:
-        """Compare every drafter with its baselines; where no best is listed, the paper's is the best."""
+        """Compare every drafter with its baselines; where no best is listed, the paper's is the best.
+
+        A task without a round of either drafter is not compared.
+        """
         drawn = {(setup.drafter, setup.rule, setup.choice): each for setup, each in samples.items()}
         choices: tuple[TemperatureChoice, ...] = ("paper", "best", "one-hot")
         pairs = [
@@ -281,11 +286,14 @@ class Assembly:
             if not any(found):
                 continue  # not measured, or the paper's setup is the best for both
             ours, theirs = (each or drawn[name, rule, "paper"] for each, name in zip(found, pair, strict=True))
+            compared = partial(PairedRatio, drafter=pair[0], baseline=pair[1], rule=rule, choice=choice)
             for quantity in COMPARED_QUANTITIES:
                 ratio = paired_ratio([each[quantity] for each in ours], [each[quantity] for each in theirs])
-                yield PairedRatio(
-                    drafter=pair[0], baseline=pair[1], rule=rule, choice=choice, quantity=quantity, ratio=ratio
-                )
+                yield compared(quantity=quantity, ratio=ratio)
+            for quantity, (number, task) in product(COMPARED_LENGTHS, enumerate(self.tasks)):
+                new, old = ours[number][quantity], theirs[number][quantity]
+                if new[0] > 0 and old[0] > 0:
+                    yield compared(quantity=quantity, ratio=paired_ratio([new], [old]), task=task.name)
 
 
 def baselines_of(candidate: Candidate, candidates: Sequence[Candidate], asked: Sequence[str] = ()) -> list[Candidate]:

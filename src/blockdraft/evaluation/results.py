@@ -207,9 +207,10 @@ class Average(Strict):
 class PairedRatio(Strict):
     """Compares two drafters on the same prompts: a mean over the tasks, divided by the same mean of a baseline.
 
-    quantity: the field of `Average` that is compared.
-    ratio: average of ``drafter`` over average of ``baseline``; 1 is no difference. Its interval comes from resampled
+    quantity: the field of `Average`, or of `Cell`, that is compared.
+    ratio: that of ``drafter`` over that of ``baseline``; 1 is no difference. Its interval comes from resampled
         prompts that are the same for both, so it is narrower than the two separate intervals suggest.
+    task: the one whose cells are compared; None for the averages.
     """
 
     drafter: str
@@ -218,6 +219,7 @@ class PairedRatio(Strict):
     choice: TemperatureChoice
     quantity: Quantity
     ratio: Interval
+    task: str | None = None
 
 
 class DynamicsPoint(Strict):
@@ -248,7 +250,7 @@ class Results(Strict):
     settings: temperature, max_new_tokens, seed, num_bootstrap and whatever else was asked for.
     provenance: versions, machine, threads, processes, GPU, start and end.
     comparisons: every drafter with the baselines that were asked for, or with the one of its kind: the first one
-        trained with CE, else the first one.
+        trained with CE, else the first one. Means over the tasks are compared, and lengths also task by task.
     dynamics_obstacles: by drafter, why its training dynamics were not measured although they were asked for.
     """
 
@@ -266,11 +268,20 @@ class Results(Strict):
     comparisons: list[PairedRatio] = []
 
     def ratio(
-        self, drafter: str, baseline: str, rule: Rule, choice: TemperatureChoice, quantity: Quantity
+        self,
+        drafter: str,
+        baseline: str,
+        rule: Rule,
+        choice: TemperatureChoice,
+        quantity: Quantity,
+        task: str | None = None,
     ) -> Interval | None:
-        """Return one drafter's mean over another's, if the two were compared prompt by prompt, either way round."""
+        """Return one drafter's mean over another's, if the two were compared prompt by prompt, either way round.
+
+        task: compares on this one alone, which only lengths are.
+        """
         for found in self.comparisons:
-            if (found.rule, found.choice, found.quantity) != (rule, choice, quantity):
+            if (found.rule, found.choice, found.quantity, found.task) != (rule, choice, quantity, task):
                 continue
             ratio = found.ratio
             if (found.drafter, found.baseline) == (drafter, baseline):

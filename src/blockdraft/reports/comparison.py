@@ -220,11 +220,16 @@ class Entry:
         tokens = sum(c.baseline_tokens_per_second * sum(c.baseline_seconds.values()) for c in cells)
         return Spent.pooled((c.baseline_seconds for c in cells), tokens)
 
-    def over(self, other: "Entry", rule: Rule, choice: TemperatureChoice, what: Quantity) -> Interval | None:
-        """Return this drafter's mean over that of another one, if the two were compared prompt by prompt."""
+    def over(
+        self, other: "Entry", rule: Rule, choice: TemperatureChoice, what: Quantity, task: str | None = None
+    ) -> Interval | None:
+        """Return this drafter's mean over that of another one, if the two were compared prompt by prompt.
+
+        task: compares on this one alone.
+        """
         if other.evaluation is not self.evaluation:
             return None
-        return self.evaluation.results.ratio(self.about.name, other.about.name, rule, choice, what)
+        return self.evaluation.results.ratio(self.about.name, other.about.name, rule, choice, what, task)
 
     @property
     def dynamics(self) -> Dynamics | None:

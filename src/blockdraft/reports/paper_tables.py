@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from blockdraft.evaluation.candidates import THEN, TITLES
-from blockdraft.evaluation.results import Average, Cell, Interval, Quantity, TemperatureChoice
+from blockdraft.evaluation.metrics import COMPARED_LENGTHS
+from blockdraft.evaluation.results import Average, Cell, Interval, Quantity, TaskAbout, TemperatureChoice
 from blockdraft.reports.comparison import GROUPS, Comparison, Entry, Gain, Spent, slug
 from blockdraft.reports.retention import retention_table
 from blockdraft.reports.table import (
@@ -114,6 +115,7 @@ def tables(comparison: Comparison) -> list[Table]:
         one_hot_table(comparison),
     ]
     found += [token_verification_table(comparison), annealing_table(comparison)]
+    found += [gains_by_task_table(comparison, target) for target in comparison.targets]
     found += [full_table(comparison, target) for target in comparison.targets]
     found.append(objectives_table(comparison))
     found += [retention_table(comparison, target) for target in comparison.targets]
@@ -137,15 +139,11 @@ def gains_table(comparison: Comparison) -> Table:
     """Show every drafter over its baseline, where an evaluation compared them prompt by prompt."""
     rows = []
     for target, rule, choice in _settings(comparison):
-        for entry in comparison.of(target):
-            for other in comparison.baselines(entry):
-                if entry.rank < other.rank and entry in comparison.baselines(other):
-                    continue  # the same comparison as the other way round
-                ratios = [entry.over(other, rule, choice, what) for what in COMPARED_HEADS]
-                if any(ratios):
-                    values = tuple(map(_gain, ratios))
-                    labels = (target, comparison.setting(rule, choice), entry.title, other.title)
-                    rows.append(TableRow(labels, values))
+        for entry, other in _compared(comparison, target):
+            ratios = [entry.over(other, rule, choice, what) for what in COMPARED_HEADS]
+            if any(ratios):
+                labels = (target, comparison.setting(rule, choice), entry.title, other.title)
+                rows.append(TableRow(labels, tuple(map(_gain, ratios))))
     columns = tuple(Column((head,), f"{what}_gain", interval=True) for what, head in COMPARED_HEADS.items())
     caption = (
         f"Gain in the mean over the tasks, with its 95% interval ({comparison.interval_basis}): both drafters are "
@@ -153,6 +151,29 @@ def gains_table(comparison: Comparison) -> Table:
     )
     labels = ("Target", "Setting", "Drafter", "Over")
     return Table("gains", "Gains over a baseline", caption, labels, columns, tuple(rows))
+
+
+def gains_by_task_table(comparison: Comparison, target: str) -> Table:
+    """Show every drafter of a target over its baseline, task by task and in the mean, predicted and measured."""
+    tasks = comparison.tasks(target)
+    rows = []
+    for _, rule, choice in (each for each in _settings(comparison) if each[0] == target):
+        for entry, other in _compared(comparison, target):
+            for what in COMPARED_LENGTHS:
+                by_task = [entry.over(other, rule, choice, what, task.name) for task in tasks]
+                if any(by_task):
+                    labels = (comparison.setting(rule, choice), entry.title, other.title, COMPARED_HEADS[what])
+                    values = map(_gain, (*by_task, entry.over(other, rule, choice, what)))
+                    rows.append(TableRow(labels, tuple(values)))
+    columns = [Column(_heads(task), f"{slug(task.name, '_')}_gain", interval=True) for task in tasks]
+    columns.append(Column(("", "Avg."), "average_gain", interval=True))
+    caption = (
+        f"Gain in tokens per verification call, with its 95% interval ({comparison.interval_basis}): both drafters are "
+        f"compared on the same prompts. Avg. is the gain in the mean over the tasks. "
+        f"{comparison.evaluated(comparison.of(target))} Where the interval contains zero, no gain is printed."
+    )
+    name, title = f"gains-{comparison.file_name(target)}", f"Gains over a baseline by task, {target}"
+    return Table(name, title, caption, ("Setting", "Drafter", "Over", "Quantity"), tuple(columns), tuple(rows))
 
 
 def best_temperature_table(comparison: Comparison) -> Table:
@@ -227,11 +248,7 @@ def full_table(comparison: Comparison, target: str) -> Table:
     """Show every task of one target, under every rule."""
     tasks = comparison.tasks(target)
     metrics = (SPEEDUP, TAU)
-    columns = [
-        metric.column((GROUPS.get(task.group, task.group.capitalize()), task.title), slug(task.name, "_"))
-        for task in tasks
-        for metric in metrics
-    ]
+    columns = [metric.column(_heads(task), slug(task.name, "_")) for task in tasks for metric in metrics]
     columns += [metric.column(("", "Avg."), "average") for metric in metrics]
     elsewhere = _elsewhere(comparison)
     shown = [e for e in comparison.of(target) if (target, e.label) not in elsewhere]
@@ -358,6 +375,17 @@ def _losses_by_drafters(
             averages = [_average(comparison.find(target, kind, label), rule, choice) for rule, kind in places]
             rows.append(TableRow((target, label), tuple(metric.value(a) for a in averages for metric in metrics)))
     return columns, best_in_columns(rows, 1)
+
+
+def _heads(task: TaskAbout) -> tuple[str, str]:
+    """Return the headings of a task's columns: its group, its title."""
+    return GROUPS.get(task.group, task.group.capitalize()), task.title
+
+
+def _compared(comparison: Comparison, target: str) -> list[tuple[Entry, Entry]]:
+    """Return the drafters of a target with each of their baselines; two that are each other's are one pair."""
+    pairs = [(entry, other) for entry in comparison.of(target) for other in comparison.baselines(entry)]
+    return [(e, o) for e, o in pairs if e.rank >= o.rank or (o, e) not in pairs]
 
 
 def _gain(ratio: Interval | None) -> CellValue:

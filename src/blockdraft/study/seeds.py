@@ -91,7 +91,7 @@ def mean_over_seeds(results: Mapping[int, Results]) -> Results:
                 each[0].model_copy(update={"ratio": _interval(c.ratio for c in each)})
                 for each in _aligned(
                     [_with_best(r.comparisons) for r in found],
-                    lambda c: (c.drafter, c.baseline, c.rule, c.choice, c.quantity),
+                    lambda c: (c.drafter, c.baseline, c.rule, c.choice, c.quantity, c.task),
                 )
             ],
             "dynamics": [_dynamics(each) for each in _aligned([r.dynamics for r in found], lambda d: d.drafter)],
