@@ -14,6 +14,7 @@ import synthetic
 
 EXPECTED = {
     "figure-3": ["Kept up to i", "Kept i, given i-1", "position i in the block", "CE", "BV"],
+    "figure-4": ["Token accuracy", "Accepted draft length", "epoch", "CE", "BV"],
     "retention-pocket-dflash": [
         "Sums",
         "Talk & 100% chat",
@@ -120,6 +121,30 @@ def test_figure_3_is_ce_and_bv_on_gsm8k_or_the_first_task(evaluations, tmp_path)
 def test_figure_3_needs_ce_and_bv_of_one_kind_under_block_verification(tmp_path, drafters, rules):
     folder = synthetic.write(tmp_path, synthetic.results(drafters=drafters, rules=rules))
     assert "figure-3" not in [drawing.name for drawing in figures(read_evaluations([folder]))]
+
+
+def test_figure_4_is_ce_and_bv_of_the_first_kind_that_has_the_dynamics_of_both(evaluations, tmp_path):
+    drawing = drawn(evaluations, "figure-4")
+    entries = {e.title: e for e in read_evaluations(evaluations).entries if e.target == "pocket"}
+    left, right = drawing.figure.axes
+    assert len(left.lines) == len(right.lines) == 2
+    for number, title in enumerate(("DFlash CE", "DFlash BV")):
+        points = entries[title].dynamics.points
+        assert list(left.lines[number].get_xdata()) == [point.epoch for point in points]
+        assert list(left.lines[number].get_ydata()) == [point.accuracy for point in points]
+        assert list(right.lines[number].get_ydata()) == [point.draft_length for point in points]
+    assert drawing.title == "Training dynamics, pocket, DFlash"
+    assert "on the same 512 blocks of 64 training texts." in drawing.caption
+    ends = [1 + (0.4 + loss / 3) * 6**0.5 for loss in (0, 0.75)]
+    assert drawing.caption.endswith(
+        f"At the last checkpoint: 60.00% and {ends[0]:.2f} with CE, 51.00% and {ends[1]:.2f} with BV."
+    )
+    made = synthetic.results()
+    without = {"dynamics": [each for each in made.dynamics if each.drafter != "dflash-ce"]}
+    other = drawn([synthetic.write(tmp_path / "a", made.model_copy(update=without))], "figure-4")
+    assert other.title == "Training dynamics, pocket, DSpark"
+    folder = synthetic.write(tmp_path / "b", synthetic.results(with_dynamics=False))
+    assert "figure-4" not in [drawing.name for drawing in figures(read_evaluations([folder]))]
 
 
 @pytest.mark.slow

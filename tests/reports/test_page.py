@@ -101,7 +101,7 @@ def test_tables_figures_and_settings_are_there(text):
         "<h4>Evaluation</h4>",
     ):
         assert part in text
-    assert text.count("<figure ") == 13
+    assert text.count("<figure ") == 14
     assert "prefers-color-scheme" in text
 
 

@@ -133,5 +133,5 @@ def test_two_processes_on_cpus_train_and_evaluate_a_cell_and_its_epochs(tmp_path
         ("dflash-ce", [1.0, 2.0]), ("dflash-bv", [1.0, 2.0]),
     ]  # fmt: skip
     assert len(list((evaluation / "dynamics").iterdir())) == 4
-    for name in ("dynamics-pocket", "figure-3"):
+    for name in ("dynamics-pocket", "figure-3", "figure-4"):
         assert (tmp_path / "s" / "report" / "figures" / f"{name}.png").is_file()

@@ -367,6 +367,12 @@ def read_evaluations(folders: Sequence[str | Path]) -> Comparison:
     return comparison
 
 
+def ce_and_bv(entries: Sequence[Entry]) -> tuple[Entry, Entry] | None:
+    """Return a drafter trained with CE and one with BV: the paper's BV if there is one, and of one evaluation."""
+    pairs = [(ce, bv) for ce in entries if ce.about.label == "CE" for bv in entries if bv.is_bv]
+    return min(pairs, key=lambda p: (p[1].about.label != "BV", p[0].evaluation is not p[1].evaluation), default=None)
+
+
 def slug(text: str, joint: str = "-") -> str:
     """Keep lower case letters and digits and join the rest: for names of files and of CSV columns."""
     return re.sub(r"[^a-z0-9]+", joint, text.lower().replace("w/o", "without")).strip(joint) or "unnamed"

@@ -1,11 +1,13 @@
 """Draw the paper's figures, and four more, with matplotlib: one drawing per target and subject."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from blockdraft.reports.comparison import Comparison, Entry, Spent
+from blockdraft.reports.comparison import Comparison, Entry, Spent, ce_and_bv
 from blockdraft.reports.retention import figure_3, retention_figure
 from blockdraft.reports.style import INKS, Drawing, Look, drawing, kinds, legend, panels, plot_line, styles
 from blockdraft.verification import RULES, Rule
@@ -14,10 +16,11 @@ from blockdraft.verification import RULES, Rule
 def figures(comparison: Comparison) -> Iterator[Drawing]:
     """Draw those that have something to show, one after the other."""
     look = styles(comparison)
-    with drawing():
-        third = figure_3(comparison, look)
-    if third is not None:
-        yield third
+    for of_the_paper in (figure_3, figure_4):
+        with drawing():
+            found = of_the_paper(comparison, look)
+        if found is not None:
+            yield found
     for target in comparison.targets:
         for kind in comparison.kinds:
             with drawing():
@@ -186,26 +189,65 @@ def dynamics_figure(comparison: Comparison, target: str, look: Look) -> Drawing 
         return None
     figure, axes = panels(entries, 2, height=2.5, sharex=True)
     for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
-        for entry in members:
-            points = entry.dynamics.points if entry.dynamics else []
-            epochs = [p.epoch for p in points]
-            plot_line(row[0], epochs, [p.accuracy for p in points], look(entry))
-            plot_line(row[1], epochs, [p.draft_length for p in points], look(entry))
-        row[0].set(title=f"{kind}: token accuracy", ylabel="argmax agrees with the text")
-        row[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        row[1].set(title=f"{kind}: accepted draft length", ylabel="draft tokens per block")
+        _plot_dynamics(row, members, look)
+        row[0].set_title(f"{kind}: token accuracy")
+        row[1].set_title(f"{kind}: accepted draft length")
     for panel in axes[-1]:
         panel.set_xlabel("epoch")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     legend(figure, entries, look)
+    title = f"Training dynamics, {target}"
+    return Drawing(f"dynamics-{comparison.file_name(target)}", title, _dynamics_caption(entries), figure)
+
+
+def figure_4(comparison: Comparison, look: Look) -> Drawing | None:
+    """Draw the paper's figure 4: token accuracy, and accepted draft length beside it, of CE and BV over training.
+
+    That is the first target and kind of drafter with the dynamics of both.
+    """
+    for target, kind in itertools.product(comparison.targets, comparison.kinds):
+        pair = ce_and_bv([e for e in comparison.of(target, kind) if e.dynamics])
+        if pair is not None:
+            return _figure_4(pair, look)
+    return None
+
+
+def _figure_4(pair: tuple[Entry, Entry], look: Look) -> Drawing:
+    figure = Figure(figsize=(7.4, 3.1), layout="constrained")
+    row = list(figure.subplots(1, 2))
+    _plot_dynamics(row, pair, look)
+    row[0].set(title="Token accuracy", xlabel="epoch")
+    row[1].set(title="Accepted draft length", xlabel="epoch")
+    legend(figure, pair, look)
+    last = [f"{e.dynamics.points[-1].accuracy:.2%} and {e.dynamics.points[-1].draft_length:.2f} with {e.label}"
+            for e in pair if e.dynamics]  # fmt: skip
+    caption = (
+        f"In the layout of the paper's figure 4. {_dynamics_caption(pair)} At the last checkpoint: {', '.join(last)}."
+    )
+    return Drawing("figure-4", f"Training dynamics, {pair[0].target}, {pair[0].kind}", caption, figure)
+
+
+def _plot_dynamics(row: Sequence[Axes], entries: Sequence[Entry], look: Look) -> None:
+    """Draw token accuracy on the left and accepted draft length on the right, over the epochs."""
+    for entry in entries:
+        points = entry.dynamics.points if entry.dynamics else []
+        epochs = [p.epoch for p in points]
+        plot_line(row[0], epochs, [p.accuracy for p in points], look(entry))
+        plot_line(row[1], epochs, [p.draft_length for p in points], look(entry))
+    row[0].set_ylabel("argmax agrees with the text")
+    row[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    row[1].set_ylabel("draft tokens per block")
+    for panel in row:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _dynamics_caption(entries: Sequence[Entry]) -> str:
+    """Say what training dynamics were measured on, and what the two panels show."""
     measured = {(e.dynamics.num_texts, e.dynamics.num_blocks) for e in entries if e.dynamics}
     blocks = " or ".join(f"{num_blocks:,} blocks of {num_texts:,}" for num_texts, num_blocks in sorted(measured))
-    title = f"Training dynamics, {target}"
-    caption = (
+    return (
         f"Checkpoints on the same {blocks} training texts. Left: how often the drafter's most probable token is the "
         "text's. Right: drafted tokens kept under block verification; correction and bonus tokens do not count."
     )
-    return Drawing(f"dynamics-{comparison.file_name(target)}", title, caption, figure)
 
 
 def missing_dynamics(comparison: Comparison) -> list[str]:

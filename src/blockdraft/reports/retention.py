@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from blockdraft.evaluation.results import TaskAbout
-from blockdraft.reports.comparison import Comparison, Entry, Retention
+from blockdraft.reports.comparison import Comparison, Entry, Retention, ce_and_bv
 from blockdraft.reports.style import Drawing, Look, Style, legend, plot_line
 from blockdraft.reports.table import MISSING, CellValue, Column, Table, TableRow, best_in_columns, plain, share
 from blockdraft.verification import RULES, Rule
@@ -65,16 +65,10 @@ def figure_3(comparison: Comparison, look: Look) -> Drawing | None:
     for target, kind in itertools.product(comparison.targets, comparison.kinds):
         for task in sorted(comparison.tasks(target), key=lambda task: task.name != PAPER_TASK):
             measured = [e for e in comparison.of(target, kind) if e.cell("block", "paper", task.name)]
-            pair = _ce_and_bv(measured)
+            pair = ce_and_bv(measured)
             if pair is not None:
                 return _figure_3(comparison, pair, task, look)
     return None
-
-
-def _ce_and_bv(entries: Sequence[Entry]) -> tuple[Entry, Entry] | None:
-    """Return a drafter trained with CE and one with BV: the paper's BV if there is one, and of one evaluation."""
-    pairs = [(ce, bv) for ce in entries if ce.about.label == "CE" for bv in entries if bv.is_bv]
-    return min(pairs, key=lambda p: (p[1].about.label != "BV", p[0].evaluation is not p[1].evaluation), default=None)
 
 
 def _figure_3(comparison: Comparison, pair: tuple[Entry, Entry], task: TaskAbout, look: Look) -> Drawing:
