@@ -84,6 +84,20 @@ def test_a_run_that_was_stopped_says_how_far_it_came(tmp_path):
     assert [e.about.progress for e in mixed.entries] == ["20,000 of 20,000", "264 of 20,000"]
 
 
+def test_means_over_seeds_are_told_from_what_was_measured_once(tmp_path):
+    made = synthetic.results()
+    joined = [made.model_copy(update={"settings": made.settings | {"seeds": seeds}}) for seeds in ([1, 2], [1, 2, 3])]
+    one, two, three = (
+        synthetic.write(tmp_path / n, each) for n, each in zip(("one", "two", "three"), (made, *joined), strict=True)
+    )
+    sums = "; rounds, tokens and seconds are sums over them."
+    assert read_evaluations([one]).over_seeds == ""
+    assert read_evaluations([one]).caption("Lengths.") == "Lengths."
+    assert read_evaluations([two]).caption("Lengths.") == f"Lengths. Means over 2 seeds{sums}"
+    assert read_evaluations([one, two]).over_seeds == f"Means over 2 seeds (two){sums}"
+    assert read_evaluations([two, three]).over_seeds == f"Means over 2 seeds (two) and 3 seeds (three){sums}"
+
+
 def test_files_of_targets_never_share_a_name(tmp_path):
     folders = [
         synthetic.write(tmp_path / str(i), synthetic.results(name)) for i, name in enumerate(("a.b", "a-b", "c"))

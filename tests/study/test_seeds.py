@@ -6,6 +6,7 @@ from statistics import fmean, stdev
 import pytest
 
 from blockdraft.reports import read_evaluations, tables, write_report
+from blockdraft.reports.figures import figures
 from blockdraft.study import load_study
 from blockdraft.study.seeds import Spread, mean_over_seeds
 from blockdraft.study.summary import Count, summarize
@@ -150,6 +151,17 @@ def test_the_report_of_a_study_has_a_row_for_each_objective_and_not_for_each_see
     assert means.evaluations[0].traces is not None
     lengths = next(table for table in tables(means) if table.name == "lengths")
     assert "Student's t over 3 seeds" in lengths.caption
+    said = "Means over 3 seeds; rounds, tokens and seconds are sums over them."
+    drawn = {drawing.name: drawing.caption for drawing in figures(means)}
+    captions = [table.caption for table in tables(means) if table.name != "objectives"] + list(drawn.values())
+    assert all(caption.endswith(said) for caption in captions)
+    assert f'<p class="note">{said}</p>' in summary.page.read_text()
+    retention = next(table for table in tables(means) if table.name == "retention-pocket")
+    for caption in (retention.caption, drawn["retention-pocket-dflash"]):
+        assert "Decoded prompts for each seed: 40 of Sums, 30 of Functions, " in caption
+    assert "on 40 prompts of Sums for each seed, " in drawn["figure-3"]
+    for name in ("dynamics-pocket", "figure-4"):
+        assert "512 blocks of 64 training texts for each seed. " in drawn[name]
     assert "bootstrap over prompts" not in summary.page.read_text()
     assert "seed43" not in summary.page.read_text()
     own = next(table for table in summary.tables if table.name == "study-predicted-length")
@@ -162,6 +174,7 @@ def test_the_report_of_a_study_has_a_row_for_each_objective_and_not_for_each_see
     own = next(table for table in alone.tables if table.name == "study-predicted-length")
     assert "±" not in own.rows[1].values[0].text
     assert "bootstrap over prompts" in alone.page.read_text()
+    assert "sums over them" not in alone.page.read_text()
 
 
 SPEC = """

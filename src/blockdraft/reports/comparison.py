@@ -57,6 +57,11 @@ class LoadedEvaluation:
     results: Results
     traces: Traces | None
 
+    @property
+    def num_seeds(self) -> int:
+        """Give the number of seeds whose means it holds; 0 if it holds what was measured itself."""
+        return len(self.results.settings.get("seeds", ()))
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -308,9 +313,29 @@ class Comparison:
         return f"{sampled} ({rule} verification){more}"
 
     @cached_property
+    def over_seeds(self) -> str:
+        """Say whose numbers are means over how many seeds: a sentence for captions, empty if there are none."""
+        found: dict[int, list[str]] = {}
+        for evaluation in self.evaluations:
+            if evaluation.num_seeds:
+                found.setdefault(evaluation.num_seeds, []).append(evaluation.name)
+        of_all = len(found) == 1 and sum(map(len, found.values())) == len(self.evaluations)
+        means = [f"{num} seeds" if of_all else f"{num} seeds ({', '.join(names)})" for num, names in found.items()]
+        return f"Means over {' and '.join(means)}; rounds, tokens and seconds are sums over them." if means else ""
+
+    @property
+    def each_seed(self) -> str:
+        """Say in captions what numbers of prompts and texts are for, if there are means over seeds."""
+        return " for each seed" if self.over_seeds else ""
+
+    def caption(self, text: str) -> str:
+        """Return a caption of measured numbers, which says last whether they are means over seeds."""
+        return " ".join(filter(None, (text, self.over_seeds)))
+
+    @cached_property
     def interval_basis(self) -> str:
         """Say what the intervals are over: the prompts of an evaluation, or the seeds whose means it holds."""
-        numbers = sorted({len(e.results.settings.get("seeds", ())) for e in self.evaluations})
+        numbers = sorted({e.num_seeds for e in self.evaluations})
         return " or ".join(f"Student's t over {num} seeds" if num else "bootstrap over prompts" for num in numbers)
 
     def evaluated(self, entries: Sequence[Entry] | None = None) -> str:

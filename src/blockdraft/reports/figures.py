@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,6 +16,10 @@ from blockdraft.verification import RULES, Rule
 
 def figures(comparison: Comparison) -> Iterator[Drawing]:
     """Draw those that have something to show, one after the other."""
+    return (replace(drawn, caption=comparison.caption(drawn.caption)) for drawn in _figures(comparison))
+
+
+def _figures(comparison: Comparison) -> Iterator[Drawing]:
     look = styles(comparison)
     for of_the_paper in (figure_3, figure_4):
         with drawing():
@@ -196,7 +201,7 @@ def dynamics_figure(comparison: Comparison, target: str, look: Look) -> Drawing 
         panel.set_xlabel("epoch")
     legend(figure, entries, look)
     title = f"Training dynamics, {target}"
-    return Drawing(f"dynamics-{comparison.file_name(target)}", title, _dynamics_caption(entries), figure)
+    return Drawing(f"dynamics-{comparison.file_name(target)}", title, _dynamics_caption(comparison, entries), figure)
 
 
 def figure_4(comparison: Comparison, look: Look) -> Drawing | None:
@@ -207,22 +212,21 @@ def figure_4(comparison: Comparison, look: Look) -> Drawing | None:
     for target, kind in itertools.product(comparison.targets, comparison.kinds):
         pair = ce_and_bv([e for e in comparison.of(target, kind) if e.dynamics])
         if pair is not None:
-            return _figure_4(pair, look)
+            return _figure_4(comparison, pair, look)
     return None
 
 
-def _figure_4(pair: tuple[Entry, Entry], look: Look) -> Drawing:
+def _figure_4(comparison: Comparison, pair: tuple[Entry, Entry], look: Look) -> Drawing:
     figure = Figure(figsize=(7.4, 3.1), layout="constrained")
     row = list(figure.subplots(1, 2))
     _plot_dynamics(row, pair, look)
     row[0].set(title="Token accuracy", xlabel="epoch")
     row[1].set(title="Accepted draft length", xlabel="epoch")
     legend(figure, pair, look)
-    last = [f"{e.dynamics.points[-1].accuracy:.2%} and {e.dynamics.points[-1].draft_length:.2f} with {e.label}"
-            for e in pair if e.dynamics]  # fmt: skip
-    caption = (
-        f"In the layout of the paper's figure 4. {_dynamics_caption(pair)} At the last checkpoint: {', '.join(last)}."
-    )
+    last = [(e.label, e.dynamics.points[-1]) for e in pair if e.dynamics]
+    ends = ", ".join(f"{point.accuracy:.2%} and {point.draft_length:.2f} with {label}" for label, point in last)
+    said = _dynamics_caption(comparison, pair)
+    caption = f"In the layout of the paper's figure 4. {said} At the last checkpoint: {ends}."
     return Drawing("figure-4", f"Training dynamics, {pair[0].target}, {pair[0].kind}", caption, figure)
 
 
@@ -240,13 +244,14 @@ def _plot_dynamics(row: Sequence[Axes], entries: Sequence[Entry], look: Look) ->
         panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _dynamics_caption(entries: Sequence[Entry]) -> str:
+def _dynamics_caption(comparison: Comparison, entries: Sequence[Entry]) -> str:
     """Say what training dynamics were measured on, and what the two panels show."""
     measured = {(e.dynamics.num_texts, e.dynamics.num_blocks) for e in entries if e.dynamics}
     blocks = " or ".join(f"{num_blocks:,} blocks of {num_texts:,}" for num_texts, num_blocks in sorted(measured))
     return (
-        f"Checkpoints on the same {blocks} training texts. Left: how often the drafter's most probable token is the "
-        "text's. Right: drafted tokens kept under block verification; correction and bonus tokens do not count."
+        f"Checkpoints on the same {blocks} training texts{comparison.each_seed}. Left: how often the drafter's most "
+        "probable token is the text's. Right: drafted tokens kept under block verification; correction and bonus "
+        "tokens do not count."
     )
 
 

@@ -160,7 +160,7 @@ def page(
             targets=", ".join(comparison.targets),
             variables=css(),
             headlines=headlines(comparison),
-            notes=comparison.differences,
+            notes=[*filter(None, [comparison.over_seeds]), *comparison.differences],
             tables=tables,
             study=study,
             drawings=drawings,
@@ -250,7 +250,8 @@ def _tasks(comparison: Comparison) -> Table:
             values = (plain(task.num_prompts, "{:,}"), plain(task.num_turns, "{:,}"), plain(task.source))
             rows.append(TableRow((target, GROUPS.get(task.group, task.group), task.title), values))
     columns = (Column(("Prompts",), "prompts"), Column(("Turns",), "turns"), Column(("Source",), "source"))
-    return Table("tasks", "Tasks", "", ("Target", "Group", "Task"), columns, tuple(rows))
+    caption = f"Numbers{comparison.each_seed}." if comparison.each_seed else ""
+    return Table("tasks", "Tasks", caption, ("Target", "Group", "Task"), columns, tuple(rows))
 
 
 def _drafters(comparison: Comparison) -> Table:

@@ -6,7 +6,7 @@ annealing is a row of `annealing` and of no other of these.
 """
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from blockdraft.evaluation.candidates import THEN, TITLES
@@ -31,6 +31,9 @@ from blockdraft.verification import RULES, Rule
 
 ABLATION = {"CE": "Baseline (CE)", "BV": "BV with annealing"}
 """Names two rows as the paper's table of annealing does; other variants of BV keep their labels."""
+
+OBJECTIVES = "objectives"
+"""The one table that holds nothing measured."""
 
 UNANNEALED = "w/o annealing"
 COUNTED = "τ counts tokens per verification call, correction or bonus token included."
@@ -120,7 +123,8 @@ def tables(comparison: Comparison) -> list[Table]:
     found.append(objectives_table(comparison))
     found += [retention_table(comparison, target) for target in comparison.targets]
     found += [lengths_table(comparison), seconds_table(comparison)]
-    return [table for table in found if any(v != MISSING for row in table.rows for v in row.values)]
+    shown = [table for table in found if any(v != MISSING for row in table.rows for v in row.values)]
+    return [t if t.name == OBJECTIVES else replace(t, caption=comparison.caption(t.caption)) for t in shown]
 
 
 def main_table(comparison: Comparison) -> Table:
@@ -285,7 +289,7 @@ def objectives_table(comparison: Comparison) -> Table:
         "What the objectives of this report train for. Verification-aware: it follows from a rule of verification. "
         "Block-aware: the positions of a block count together. The rows of CE, KL, RKL, TV, LK and BV are the paper's."
     )
-    return Table("objectives", "Training objectives", caption, ("Drafter loss",), columns, tuple(rows))
+    return Table(OBJECTIVES, "Training objectives", caption, ("Drafter loss",), columns, tuple(rows))
 
 
 def lengths_table(comparison: Comparison) -> Table:

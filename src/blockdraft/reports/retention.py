@@ -35,7 +35,7 @@ def retention_table(comparison: Comparison, target: str) -> Table:
     caption = (
         f"{comparison.setting(rule)}: the share of rounds that kept every drafted token up to a position. Drafts only: "
         "the sum of these shares, which is the mean number of drafted tokens kept. "
-        f"{comparison.evaluated(entries)} {_prompts(entries)} Bold is the best of a column within a task "
+        f"{comparison.evaluated(entries)} {_prompts(comparison, entries)} Bold is the best of a column within a task "
         "and drafter."
     )
     name, title = f"retention-{comparison.file_name(target)}", f"Retention by position, {target}"
@@ -84,10 +84,11 @@ def _figure_3(comparison: Comparison, pair: tuple[Entry, Entry], task: TaskAbout
     legend(figure, pair, look)
     ce, bv = (f"{sum(each.kept):.2f} with {entry.label}" for each, entry in zip(found, pair, strict=True))
     caption = (
-        f"In the layout of the paper's figure 3, on {_num_decoded(pair, task.title)} prompts of {task.title}, "
-        f"{comparison.setting('block')}. Left: share of all rounds that kept every token up to position i. These "
-        f"shares add up to the mean number of drafted tokens kept: {ce}, {bv}. Right: of the rounds that kept i-1, the "
-        f"share that kept i too, where at least {MIN_ROUNDS} rounds got that far. {comparison.evaluated(pair)}"
+        f"In the layout of the paper's figure 3, on {_num_decoded(pair, task.title)} prompts of {task.title}"
+        f"{comparison.each_seed}, {comparison.setting('block')}. Left: share of all rounds that kept every token up to "
+        f"position i. These shares add up to the mean number of drafted tokens kept: {ce}, {bv}. Right: of "
+        f"the rounds that kept i-1, the share that kept i too, where at least {MIN_ROUNDS} rounds got that far. "
+        f"{comparison.evaluated(pair)}"
     )
     return Drawing(
         "figure-3", f"Retention by position, {pair[0].target}, {pair[0].kind}, {task.title}", caption, figure
@@ -120,7 +121,7 @@ def retention_figure(comparison: Comparison, target: str, kind: str, look: Look)
     caption = (
         f"{comparison.setting(rule)}. Top: share of all rounds that kept every token up to position i. Bottom: of the "
         f"rounds that kept i-1, the share that kept i too, where at least {MIN_ROUNDS} rounds got that far.{pooled} "
-        f"{_prompts(entries)} {comparison.evaluated(entries)}"
+        f"{_prompts(comparison, entries)} {comparison.evaluated(entries)}"
     )
     name = f"retention-{comparison.file_name(target)}-{kind.lower()}"
     return Drawing(name, f"How far drafts are kept, {target}, {kind}", caption, figure)
@@ -150,10 +151,11 @@ def _rule(entries: Sequence[Entry]) -> Rule | None:
     return max((rule for rule in RULES if any(e.cells(rule, "paper") for e in entries)), key=RULES.index, default=None)
 
 
-def _prompts(entries: Sequence[Entry]) -> str:
+def _prompts(comparison: Comparison, entries: Sequence[Entry]) -> str:
     """Say how many prompts of each task were decoded with these drafters: a sentence for captions."""
     titles = dict.fromkeys(task.title for entry in entries for task in entry.evaluation.results.tasks)
-    return f"Decoded prompts: {', '.join(f'{_num_decoded(entries, title)} of {title}' for title in titles)}."
+    counts = ", ".join(f"{_num_decoded(entries, title)} of {title}" for title in titles)
+    return f"Decoded prompts{comparison.each_seed}: {counts}."
 
 
 def _num_decoded(entries: Sequence[Entry], title: str) -> str:
