@@ -199,6 +199,19 @@ def test_a_checkpoint_of_a_run_that_has_not_ended_or_from_its_middle_is_unfinish
     assert (shipped.step, shipped.num_steps, shipped.unfinished) == (3288, 3288, False)
 
 
+def test_runs_on_the_same_texts_in_other_folders_have_the_same_budget(tmp_path):
+    data, short = runs.make_data(tmp_path / "data"), ("optimizer.max_steps=1", "logging.save_steps=1")
+    shutil.copytree(data, tmp_path / "copy")
+    cached = ("data.features=cached", f"data.cache={tmp_path / 'cache'}", "data.cache_gib=1")
+    trainer = runs.train(data, tmp_path / "ce", "objective.name=ce", *short)
+    runs.train(tmp_path / "copy", tmp_path / "bv", *cached, "batch.gradient_accumulation_steps=2", *short)
+    runs.train(data, tmp_path / "fewer", "data.num_heldout=5", *short)
+    ce, bv, fewer = load_candidates([str(tmp_path / name) for name in ("ce", "bv", "fewer")], trainer.target)
+    assert ce.data == bv.data == trainer.run.info.data
+    assert ce.budget == bv.budget
+    assert {name for name, value in fewer.budget.items() if value != ce.budget[name]} == {"data"}
+
+
 def test_a_fingerprint_is_of_weights_and_configuration(target, tmp_path):
     one, other = tiny_drafter("dflash", target), tiny_drafter("dflash", target, seed=5)
     for name, drafter in (("one", one), ("same", one), ("other", other)):

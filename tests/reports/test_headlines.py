@@ -170,6 +170,33 @@ def test_where_nothing_was_trained_alike_the_difference_is_said(tmp_path):
     assert str(found).endswith(found.note)
 
 
+def trained_on(results, *texts):
+    """The same drafters with an identity of texts, and what their recipes say of them."""
+    drafters = [
+        about.model_copy(update={"data": identity, "recipe": about.recipe | {"data": section, "batch": batch}})
+        for about, (identity, section, batch) in zip(results.drafters, texts, strict=True)
+    ]
+    return results.model_copy(update={"drafters": drafters})
+
+
+def test_where_texts_lie_and_how_a_step_is_computed_is_no_other_training(tmp_path):
+    made = synthetic.results(drafters=CE_AND_BV)
+    one = {"path": "data", "num_heldout": 6, "features": "online", "cache": None, "cache_gib": 20.0}
+    other = {"path": "moved", "num_heldout": 6, "features": "cached", "cache": "cache", "cache_gib": 1.0}
+    few, many = ({"num_texts": 32, "gradient_accumulation_steps": number} for number in (1, 8))
+    said = "They were trained differently ({}), so the loss is not all that differs."
+    cases = (
+        (("x", one, few), ("x", other, many), None),
+        (("x", one, few), ("y", one, many), said.format("data")),
+        (("x", one, few), ("x", one | {"num_heldout": 7}, few), said.format("data")),
+        (("x", one, few), ("x", one, few | {"num_texts": 16}), said.format("batch")),
+        ((None, one, few), ("x", other | {"path": "data"}, many), None),  # of an earlier version
+        ((None, one, few), (None, other, few), said.format("data")),
+    )
+    for number, (ce, bv, note) in enumerate(cases):
+        assert only(tmp_path / str(number), trained_on(made, ce, bv)).note == note
+
+
 def test_a_run_that_was_stopped_is_not_set_against_a_whole_one_without_a_word(tmp_path):
     made = synthetic.results(drafters=CE_AND_BV)
     stopped = made.drafters[1].model_copy(update={"step": 264, "num_steps": 20_000, "unfinished": True})

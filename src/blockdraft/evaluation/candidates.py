@@ -30,6 +30,7 @@ from blockdraft.evaluation.results import (
     Strict,
     TemperatureChoice,
     read_evaluation_file,
+    training_budget,
     write_model,
 )
 from blockdraft.files import Provenance
@@ -185,6 +186,13 @@ class Candidate:
         return None if self.recipe is None else self.recipe.objective.name
 
     @property
+    def data(self) -> str | None:
+        """Give the identity of the texts that it was trained on, if the folder tells."""
+        if self.run is not None:
+            return self.run.info.data
+        return None if self.shipped is None else self.shipped.data.identity
+
+    @property
     def num_steps(self) -> int | None:
         """Give the number of steps of its whole run, if the folder tells."""
         if self.run is not None:
@@ -204,9 +212,8 @@ class Candidate:
 
     @property
     def budget(self) -> dict[str, Any] | None:
-        """Say what decides how long and on what it was trained, whatever the objective; None if nobody knows."""
-        parts = {"data", "batch", "optimizer", "seed"}
-        return None if self.recipe is None else self.recipe.model_dump(mode="json", include=parts)
+        """Say how long and on what it was trained, see `training_budget`; None if nobody knows."""
+        return None if self.recipe is None else training_budget(self.recipe.model_dump(mode="json"), self.data)
 
     @property
     def label(self) -> str:

@@ -339,6 +339,7 @@ def about_drafter(
         recipe=None if candidate.recipe is None else candidate.recipe.model_dump(mode="json"),
         trained_proposals=candidate.trained_proposals or config.num_proposals,
         lengths_by_proposals=predictions.lengths_by_proposals(tasks), proposal_choice=candidate.proposal_choice,
+        data=candidate.data,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,6 +120,7 @@ class DrafterAbout(Strict):
     unfinished: whether training was cut short, see `Candidate.unfinished`.
     learning_curve: what its run measured up to this checkpoint; empty outside a run, and without held-out texts.
     fingerprint: of its weights and configuration.
+    data: identity of the texts that it was trained on; None if the folder does not tell.
     """
 
     name: str
@@ -142,6 +143,7 @@ class DrafterAbout(Strict):
     trained_proposals: int | None = None
     lengths_by_proposals: dict[Rule, list[float]] = {}
     proposal_choice: ProposalChoice | None = None
+    data: str | None = None
 
     @property
     def progress(self) -> str | None:
@@ -154,6 +156,24 @@ class DrafterAbout(Strict):
     def full_label(self) -> str:
         """Give the label, and how far training had come if it was cut short: ``BV at step 264 of 20,000``."""
         return f"{self.label} at step {self.progress}" if self.unfinished else self.label
+
+
+def training_budget(recipe: Mapping[str, Any], data: str | None) -> dict[str, Any]:
+    """Return what decides how long and on what a drafter was trained, whatever the objective, by section of its recipe.
+
+    Where texts lie, and what only decides how a step is computed, makes no difference.
+
+    Args:
+        recipe: as plain values.
+        data: identity of the texts; None takes the folder that the recipe names.
+    """
+    texts, batch = (recipe.get(section) or {} for section in ("data", "batch"))
+    return {
+        "data": (data or texts.get("path"), texts.get("num_heldout")),
+        "batch": {name: value for name, value in batch.items() if name != "gradient_accumulation_steps"},
+        "optimizer": recipe.get("optimizer"),
+        "seed": recipe.get("seed"),
+    }
 
 
 class Cell(Strict):

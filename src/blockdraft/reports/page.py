@@ -14,7 +14,15 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from blockdraft.evaluation.results import AnswerTrace, Average, Interval, Quantity, TracedRound, TracedToken
+from blockdraft.evaluation.results import (
+    AnswerTrace,
+    Average,
+    Interval,
+    Quantity,
+    TracedRound,
+    TracedToken,
+    training_budget,
+)
 from blockdraft.files import atomic_write
 from blockdraft.reports.comparison import GROUPS, TOO_FEW, Comparison, Entry, Gain, LoadedEvaluation, read_evaluations
 from blockdraft.reports.figures import figures, missing_dynamics
@@ -22,9 +30,6 @@ from blockdraft.reports.paper_tables import tables
 from blockdraft.reports.style import Drawing, Look, css, styles
 from blockdraft.reports.table import Column, Table, TableRow, plain
 from blockdraft.verification import RULES, Rule
-
-BUDGET = ("data", "batch", "optimizer")
-"""Sections of a recipe that must agree for a comparison of objectives to be one of objectives alone."""
 
 Averages = Sequence[tuple[Entry, Average]]
 
@@ -323,10 +328,10 @@ def headlines(comparison: Comparison) -> list[Headline]:
 
 
 def _alike(measured: Averages) -> list[Averages]:
-    """Group drafters by training budget and seed, or not at all if that would leave BV without a CE to compare with."""
+    """Group drafters by training budget, or not at all if that would leave BV without a CE to compare with."""
     groups: list[tuple[Any, list[tuple[Entry, Average]]]] = []
     for each in measured:
-        key = _budget(each[0]), (each[0].about.recipe or {}).get("seed")
+        key = _budget(each[0], measured)
         same = next((group for other, group in groups if other == key), None)
         if same is None:
             groups.append((key, [each]))
@@ -341,10 +346,15 @@ def _alike(measured: Averages) -> list[Averages]:
     return [measured] if comparable(measured) and not any(map(comparable, split)) else split
 
 
-def _budget(entry: Entry) -> dict[str, Any]:
+def _budget(entry: Entry, compared: Averages) -> dict[str, Any]:
+    """Return what must agree for a comparison of objectives to be one of objectives alone.
+
+    Texts go by their identity, or by their folder if an evaluation of an earlier version leaves one identity open.
+    """
     about = entry.about
-    taken = {"steps taken": about.step if about.unfinished else None}
-    return {section: (about.recipe or {}).get(section) for section in BUDGET} | taken
+    known = all(each.about.data for each, _ in compared if each.about.recipe)
+    budget = training_budget(about.recipe or {}, about.data if known else None)
+    return budget | {"steps taken": about.step if about.unfinished else None}
 
 
 def _headline(comparison: Comparison, rule: Rule, group: Averages) -> Headline:
@@ -366,7 +376,7 @@ def _headline(comparison: Comparison, rule: Rule, group: Averages) -> Headline:
         contrast("Tokens per call, measured", "acceptance_length"),
         contrast("Speed-up", "speedup", "×"),
     )
-    differ = [what for what, value in _budget(new).items() if old and value != _budget(old)[what]]
+    differ = [what for what, value in _budget(new, group).items() if old and value != _budget(old, group)[what]]
     note = f"They were trained differently ({', '.join(differ)}), so the loss is not all that differs."
     return Headline(
         new.target,
