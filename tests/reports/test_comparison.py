@@ -64,6 +64,33 @@ def test_different_settings_are_said(tmp_path):
     assert read_evaluations(folders).differences == ["Evaluations of pocket differ in budget (a: 128; b: 32)."]
 
 
+def test_what_makes_speeds_incomparable_is_said(tmp_path):
+    def read(*changes):
+        folders = []
+        for name, (settings, provenance) in zip(("a", "b"), changes, strict=True):
+            made = synthetic.results(drafters=(("dflash", "CE" if name == "a" else "BV"),))
+            update = {"settings": made.settings | settings, "provenance": made.provenance | provenance}
+            folders.append(synthetic.write(tmp_path / name, made.model_copy(update=update)))
+        return read_evaluations(folders).differences
+
+    here = {"machine": "x86_64", "num_cpus": 2, "threads": 2, "num_processes": 1, "gpu": None}
+    usual = {"dtype": "float32", "device": "cpu", "num_decoded": None, "num_proposals": None}
+    assert read((usual, here), (usual, here)) == []
+    assert read((usual, here), ({}, {})) == []  # of an earlier version, which does not tell
+    there = {"machine": "aarch64", "num_cpus": 8, "threads": 4, "num_processes": 2, "gpu": "B200"}
+    other = {"dtype": "bfloat16", "device": "cuda", "num_decoded": 5, "num_proposals": "auto"}
+    said = "Evaluations of pocket differ in"
+    assert read((usual, here), (other, there)) == [
+        f"{said} decoded prompts of each task (a: all; b: 5).",
+        f"{said} proposals (a: as trained; b: auto).",
+        f"{said} dtype (a: float32; b: bfloat16), so their speeds cannot be compared.",
+        f"{said} device (a: cpu; b: B200), so their speeds cannot be compared.",
+        f"{said} machine (a: x86_64, 2 CPUs; b: aarch64, 8 CPUs), so their speeds cannot be compared.",
+        f"{said} threads (a: 2; b: 4), so their speeds cannot be compared.",
+        f"{said} processes (a: 1; b: 2), so their speeds cannot be compared.",
+    ]
+
+
 def test_a_run_that_was_stopped_says_how_far_it_came(tmp_path):
     made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV")))
     stopped = {"step": 264, "num_steps": 20_000, "unfinished": True}

@@ -362,10 +362,12 @@ class Comparison:
         notes = []
         for target in self.targets:
             involved = {e.evaluation.name: e.evaluation for e in self.of(target)}.values()
-            for what, of in _COMPARABLE.items():
-                if len({repr(of(e)) for e in involved}) > 1:
-                    listed = "; ".join(f"{e.name}: {of(e)}" for e in involved)
-                    notes.append(f"Evaluations of {target} differ in {what} ({listed}).")
+            for what, of in (_COMPARABLE | _TIMED).items():
+                found = {e.name: value for e in involved if (value := of(e)) is not None}
+                if len(set(map(repr, found.values()))) > 1:
+                    listed = "; ".join(f"{name}: {value}" for name, value in found.items())
+                    so = ", so their speeds cannot be compared" if what in _TIMED else ""
+                    notes.append(f"Evaluations of {target} differ in {what} ({listed}){so}.")
         return notes
 
     def _target_titles(self) -> dict[tuple[str, str], str]:
@@ -442,4 +444,20 @@ _COMPARABLE: dict[str, Callable[[LoadedEvaluation], object]] = {
     "temperature": lambda e: e.results.settings.get("temperature"),
     "budget": lambda e: e.results.settings.get("max_new_tokens"),
     "seed": lambda e: e.results.settings.get("seeds", e.results.settings.get("seed")),
+    "decoded prompts of each task": lambda e: e.results.settings.get("num_decoded") or "all",
+    "proposals": lambda e: e.results.settings.get("num_proposals") or "as trained",
 }
+_TIMED: dict[str, Callable[[LoadedEvaluation], object]] = {
+    "dtype": lambda e: e.results.settings.get("dtype"),
+    "device": lambda e: e.results.provenance.get("gpu") or e.results.settings.get("device"),
+    "machine": lambda e: _machine(e.results.provenance),
+    "threads": lambda e: e.results.provenance.get("threads"),
+    "processes": lambda e: e.results.provenance.get("num_processes"),
+}
+"""What speeds depend on. None says, here and above, that an evaluation does not tell."""
+
+
+def _machine(provenance: Mapping[str, object]) -> str | None:
+    """Say what kind of machine measured, as far as an evaluation tells."""
+    known = (provenance.get("machine"), provenance.get("num_cpus"))
+    return None if None in known else "{}, {} CPUs".format(*known)
