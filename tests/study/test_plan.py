@@ -164,6 +164,7 @@ def test_budgets_compare_the_papers_schedule_with_a_slower_one_and_ce():
     assert schedules == {
         "ce": [(each, None) for each in steps],
         "bv-paper": [(each, (0.5, 0.0, 1.0)) for each in steps],
+        "bv": [(each, (1.0, 0.0, 1.0)) for each in steps],
         "bv-half": [(each, (1.0, 0.0, 0.5)) for each in steps],
     }
 

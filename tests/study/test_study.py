@@ -52,8 +52,14 @@ def test_every_shipped_study_is_valid_and_the_papers_has_its_28_cells():
     assert (evaluation.tasks, evaluation.rules) == (["benchmarks"], ["greedy", "token", "block"])
     assert (evaluation.num_prompts, evaluation.num_decoded) == (None, None)
     assert (evaluation.max_new_tokens, evaluation.checkpoint, evaluation.dynamics_texts) == (256, "last", 512)
-    matrix = load_study("pocket")
-    assert len(matrix.cells) == 2 * 13 * 3
+    assert len(load_study("pocket").cells) == 2 * 15 * 3
+
+
+@pytest.mark.parametrize("name", ["pocket", "pocket-objectives", "pocket-budgets"])
+def test_how_far_beta_rises_and_over_how_long_vary_one_at_a_time(name):
+    schedules = {cell.objective: cell.recipe.resolved().annealing for cell in load_study(name).cells}
+    found = {each: (schedules[each].ratio, schedules[each].final) for each in ("bv-paper", "bv", "bv-half")}
+    assert found == {"bv-paper": (0.5, 1.0), "bv": (1.0, 1.0), "bv-half": (1.0, 0.5)}
 
 
 def test_mistakes_are_said_before_anything_runs(tmp_path):
