@@ -136,7 +136,8 @@ class Study:
         fields = cell.assignments(self.data_folder(cell.target), self.cache_folder(cell))
         out = ["--out", str(self.run_folder(cell))]
         arguments = ["train", cell.recipe_name, *fields, *self._device_options, *out]
-        return Job(cell.name, arguments, num_processes=self.recipe.hardware.devices)
+        on_cpu = not self.gpus or cell.recipe.runtime.device == "cpu"
+        return Job(cell.name, arguments, num_processes=self.recipe.hardware.devices, num_threads=1 if on_cpu else None)
 
     def evaluation_job(self, target: str, seed: int) -> Job:
         """Return the command that evaluates all drafters of one target and seed."""
@@ -158,7 +159,8 @@ class Study:
         if evaluation.prompts is not None:
             arguments += ["--prompts", str(evaluation.prompts)]
         arguments += ["--out", str(self.evaluation_folder(target, seed))]
-        return Job(self._evaluation_name(target, seed), arguments, num_processes=self.recipe.hardware.devices)
+        name, threads = self._evaluation_name(target, seed), None if self.gpus else 1
+        return Job(name, arguments, num_processes=self.recipe.hardware.devices, num_threads=threads)
 
     def steps_done(self, cell: StudyCell) -> tuple[int, int | None]:
         """Return the steps that a cell has taken, and how many it will take; None if that is not known yet."""
@@ -411,8 +413,8 @@ class Study:
             raise StudyError(f"{failed[0]} failed: {said.removeprefix('error: ')} (all of it: {self._log(failed[0])})")
 
     def _environment(self, job: Job, num_at_once: int, gpus: Sequence[str]) -> dict[str, str]:
-        """Return the environment of a job: its share of the cores, unless the user has decided that, and its GPUs."""
-        threads = max(1, (os.cpu_count() or 1) // (num_at_once * job.num_processes))
+        """Return the environment of a job: its threads, unless the user has decided that, and its GPUs."""
+        threads = job.num_threads or max(1, (os.cpu_count() or 1) // (num_at_once * job.num_processes))
         found = {"OMP_NUM_THREADS": str(threads), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SECONDS_TO_SAVE} | os.environ
         return found | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else found
 
