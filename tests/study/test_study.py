@@ -85,8 +85,13 @@ def test_mistakes_are_said_before_anything_runs(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"targets": {"..": {"recipe": "pocket"}}}, "the first a letter or a digit"),
-        ({"objectives": {".bv": {"recipe": "bv"}}}, "the first a letter or a digit"),
+        ({"targets": {"..": {"recipe": "pocket"}}}, "has a dot in it"),
+        ({"targets": {"-a": {"recipe": "pocket"}}}, "the first a letter or a digit"),
+        ({"objectives": {"b v": {"recipe": "bv"}}}, "the first a letter or a digit"),
+        ({"objectives": {"bv.": {"recipe": "bv"}}}, "'bv.' has a dot in it, where KEY.PATH=VALUE .* would end"),
+        ({"targets": {"qwen2.5": {"recipe": "pocket"}}}, "'qwen2.5' has a dot in it, where KEY.PATH=VALUE"),
+        ({"objectives": {"b" * 94: {"recipe": "bv"}}}, "names have at most 93 bytes"),
+        ({"objectives": {"post": {"recipe": "bv-post"}}}, "pocket-dflash-post-seed1 trains a drafter further; name it"),
         ({"seeds": [1, 1]}, "two cells are called"),
         ({"drafters": ["dflash", "dflash"]}, "two cells are called"),
         ({"evaluation": {"tasks": []}}, "evaluation.tasks"),

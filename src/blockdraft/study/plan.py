@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from blockdraft.errors import BlockdraftError
+from blockdraft.evaluation.candidates import MAX_NAME
 from blockdraft.recipes import Recipe, load_recipe, shipped_names
 from blockdraft.recipes.loading import explain_field, override, read_yaml_file
 from blockdraft.recipes.schema import Section
@@ -104,11 +105,20 @@ class StudyRecipe(Section):
     @field_validator("targets", "objectives")
     @classmethod
     def _safe_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        wrong = [name for name in value if not all(c.isalnum() or c in "-_." for c in name) or not name[:1].isalnum()]
+        dotted = [name for name in value if "." in name]
+        if dotted:
+            raise ValueError(
+                f"{dotted[0]!r} has a dot in it, where KEY.PATH=VALUE on the command line would end the name; use '-'"
+            )
+        wrong = [name for name in value if not all(c.isalnum() or c in "-_" for c in name) or not name[:1].isalnum()]
         if wrong or not value:
             raise ValueError(
-                f"names are letters, digits, '-', '_' and '.', the first a letter or a digit, got {wrong or 'none'}"
+                f"names are letters, digits, '-' and '_', the first a letter or a digit, got {wrong or 'none'}"
             )
+        long = [name for name in value if len(f"dspark-{name}".encode()) > MAX_NAME]
+        if long:
+            most = MAX_NAME - len("dspark-")
+            raise ValueError(f"names have at most {most} bytes, since drafters are called by them, got {long[0]!r}")
         return value
 
     @model_validator(mode="after")
@@ -200,5 +210,9 @@ def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -
     for cell in study.cells:
         if cell.recipe_name not in shipped_names():
             raise StudyError(f"{name}: {cell.name} needs a recipe {cell.recipe_name!r}, which is not shipped")
-        _ = cell.recipe  # a mistake in any cell is said before anything runs
+        if cell.recipe.drafter.initial == "required":  # a mistake in any cell is said before anything runs
+            raise StudyError(
+                f"{name}: {cell.name} trains a drafter further; name it with drafter.initial=FOLDER in the `set` of "
+                "the study, the target or the objective"
+            )
     return study

@@ -26,7 +26,7 @@ from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.files import atomic_write, exclusive
 from blockdraft.runs import Run
 from blockdraft.study.changes import STUDY_FILE, differences, refuse_another_study
-from blockdraft.study.inputs import check_data, check_dynamics, check_tasks
+from blockdraft.study.inputs import check_data, check_dynamics, check_initial, check_tasks
 from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyRecipe
 from blockdraft.study.processes import Job, leftovers_ended, start
 from blockdraft.study.summary import StudySummary, summarize
@@ -269,9 +269,9 @@ class Study:
         """
         refuse_another_study(self.recipe, self.out)
         check_dynamics(self.recipe)
-        if download:
-            check_data(self.recipe)
+        check_data(self.recipe, running=download)
         self._refuse_lost_checkpoints()
+        check_initial([cell for cell in self.recipe.cells if not self.is_trained(cell)], download=download)
         if self.evaluations_left():  # opens the runs that are there
             check_tasks(self.recipe.evaluation, download=download)
 
