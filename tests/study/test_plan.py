@@ -136,6 +136,38 @@ def test_the_papers_draft_temperature_alone_is_decoded_if_the_grid_has_no_other(
         load_study(tmp_path / "s.yaml", ["evaluation.draft_temperatures=[0]"])
 
 
+def test_null_removes_targets_and_objectives():
+    study = load_study("paper", ["targets.qwen3-8b=null", "objectives.kl=null", "objectives={tv: null}"])
+    assert (list(study.targets), list(study.objectives)) == (["qwen3-4b"], ["ce", "rkl", "lk", "bv-no-annealing", "bv"])
+    assert len(study.cells) == 2 * 5
+    with pytest.raises(StudyError, match=r"objectives\.lkk=null: the study has no 'lkk' .* did you mean 'lk'\?"):
+        load_study("paper", ["objectives.lkk=null"])
+    with pytest.raises(StudyError, match=r"no 'llama' to remove; there are: qwen3-4b, qwen3-8b"):
+        load_study("paper", ["targets.llama=null"])
+    with pytest.raises(StudyError, match="names are letters"):
+        load_study("pocket-short", ["targets.pocket=null"])
+    with pytest.raises(StudyError, match="the baseline 'ce' is not one of the objectives"):
+        load_study("paper", ["baseline=ce", "objectives.ce=null"])
+
+
+def test_a_null_in_the_file_itself_is_a_mistake(tmp_path):
+    (tmp_path / "s.yaml").write_text(TINY.replace("{recipe: ce}", "null"))
+    for assignments in ([], ["objectives.lk={recipe: lk}"]):
+        with pytest.raises(StudyError, match=r"objectives\.ce: "):
+            load_study(tmp_path / "s.yaml", assignments)
+
+
+def test_a_study_is_shown_as_a_file_that_describes_it(tmp_path):
+    ended = blockdraft("study", "paper", "objectives.kl=null", "--devices", "2", "--show", cwd=tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+    (tmp_path / "shown.yaml").write_text(ended.out)
+    assert load_study(tmp_path / "shown.yaml") == load_study("paper", ["objectives.kl=null", "hardware.devices=2"])
+    assert [file.name for file in tmp_path.iterdir()] == ["shown.yaml"]
+    ended = blockdraft("study", "paper", "--show", "--plan", cwd=tmp_path)
+    assert ended.code == 2
+    assert "give one of the two" in ended.err
+
+
 def test_targets_that_differ_only_in_training_share_their_texts_and_features(tmp_path):
     recipe = load_study("pocket-budgets")
     study = Study(recipe, tmp_path)

@@ -23,7 +23,11 @@ def study(
     ],
     assignments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Fields of the study to change, such as seeds=[1,2]."),
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Fields of the study to change, such as seeds=[1,2]; objectives.NAME=null removes an objective, and "
+            "targets.NAME=null a target.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The study's folder.", show_default="studies/STUDY")] = None,
     jobs: Annotated[
@@ -38,6 +42,9 @@ def study(
     device: Device = None,
     dtype: Dtype = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show cells, cost and commands, and run nothing.")] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the study with every field as YAML, and run nothing.")
+    ] = False,
     slurm: Annotated[
         bool, typer.Option("--slurm", help="With --plan: print one sbatch line for each cell that is left to train.")
     ] = False,
@@ -94,12 +101,16 @@ def study(
     hardware = loaded.hardware.model_copy(update={key: x for key, x in given.items() if x is not None})
     loaded = loaded.model_copy(update={"hardware": hardware})
     folder = out or Path("studies") / loaded.name
+    if show:
+        if plan:
+            raise StudyError("--show prints a study, and --plan what it takes; give one of the two")
+        print(loaded.to_yaml(), end="")
+        return
     if plan:
         planned = Study(loaded, folder, device=device)
         planned.check(download=False)
         _hint_at_datasets(planned)
-        show = _show_slurm if slurm else _show_plan
-        show(planned)
+        (_show_slurm if slurm else _show_plan)(planned)
         return
     if slurm:
         raise StudyError("--slurm prints commands and runs nothing; give it together with --plan")

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from blockdraft.errors import BlockdraftError
@@ -134,6 +135,10 @@ class StudyRecipe(Section):
         """Give the name of the objective that the others are compared with, if there is one."""
         return self.baseline or next((name for name, each in self.objectives.items() if each.recipe == "ce"), None)
 
+    def to_yaml(self) -> str:
+        """Write every field as YAML that `load_study` reads."""
+        return str(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+
     @property
     def cells(self) -> "list[StudyCell]":
         """Give all cells, seed by seed, so that an interrupted study has whole seeds."""
@@ -192,7 +197,10 @@ def shipped_studies() -> list[str]:
 
 
 def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -> StudyRecipe:
-    """Load a shipped study by name, or a YAML file, with ``key.path=value`` laid over it; every cell is checked."""
+    """Load a shipped study by name, or a YAML file, with ``key.path=value`` laid over it; every cell is checked.
+
+    ``null`` removes a target or an objective.
+    """
     name = str(name_or_path)
     path = SHIPPED_STUDIES / f"{name}.yaml" if name in shipped_studies() else Path(name_or_path)
     if not path.is_file():
@@ -200,7 +208,8 @@ def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -
         hint = f"did you mean {near[0]!r}?" if near else f"shipped: {', '.join(shipped_studies())}"
         raise StudyError(f"{name}: neither a file nor a shipped study; {hint}")
     try:
-        study = StudyRecipe.model_validate(override(read_yaml_file(path), assignments or []))
+        values = read_yaml_file(path)
+        study = StudyRecipe.model_validate(_without_removed(override(values, assignments or []), values))
     except ValidationError as error:
         raise StudyError(f"{name}: {explain_field(error.errors()[0], StudyRecipe)}") from error
     names = [cell.name for cell in study.cells]
@@ -216,3 +225,18 @@ def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -
                 "the study, the target or the objective"
             )
     return study
+
+
+def _without_removed(values: dict[str, Any], file: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a study without the targets and objectives of its file that assignments set to null."""
+    kept = dict(values)
+    for part in ("targets", "objectives"):
+        now, before = values.get(part), file.get(part)
+        if isinstance(now, dict) and isinstance(before, dict):
+            unknown = [str(name) for name, value in now.items() if value is None and name not in before]
+            if unknown:
+                near = difflib.get_close_matches(unknown[0], map(str, before), n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(map(str, before))}"
+                raise StudyError(f"{part}.{unknown[0]}=null: the study has no {unknown[0]!r} to remove; {hint}")
+            kept[part] = {name: value for name, value in now.items() if value is not None or before[name] is None}
+    return kept

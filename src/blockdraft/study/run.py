@@ -17,8 +17,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-import yaml
-
 from blockdraft.data import Manifest, read_manifest
 from blockdraft.data.manifest import MANIFEST
 from blockdraft.evaluation import read_results
@@ -336,8 +334,7 @@ class Study:
 
     def _remember(self) -> None:
         with atomic_write(self.out / STUDY_FILE) as unfinished:
-            text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
-            unfinished.write_text(text, encoding="utf-8")
+            unfinished.write_text(self.recipe.to_yaml(), encoding="utf-8")
 
     def _show_steps(self) -> Callable[[Sequence[str]], None]:
         """Return what shows the steps of all cells, about once a second, and the evaluations that begin."""
