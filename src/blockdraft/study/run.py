@@ -24,6 +24,7 @@ from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.files import atomic_write, exclusive
 from blockdraft.runs import Run
 from blockdraft.study.changes import STUDY_FILE, differences, refuse_another_study
+from blockdraft.study.cost import refuse_too_large
 from blockdraft.study.inputs import check_data, check_dynamics, check_initial, check_tasks
 from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyRecipe
 from blockdraft.study.processes import Job, leftovers_ended, start
@@ -253,6 +254,7 @@ class Study:
     def run(self) -> StudySummary:
         """Do all that is left, and write the report."""
         self.check(download=True)
+        refuse_too_large(self)
         self.out.mkdir(parents=True, exist_ok=True)
         with exclusive(self.out):
             self._remember()
@@ -281,6 +283,7 @@ class Study:
             self.on_progress("data", number, len(jobs), 0)
             self._run([job], 1)
             self.on_progress("data", number + 1, len(jobs), 0)
+        refuse_too_large(self)  # now the texts are known, and so are their features
         jobs = self.jobs_left()
         left = {job.name for job in jobs}
 
