@@ -74,6 +74,15 @@ def test_training_dynamics_of_runs_that_keep_no_epochs_are_refused(folder):
     assert "pocket-dflash-ce-seed1 keeps no checkpoints of its epochs" in planned.err
 
 
+def test_best_checkpoints_of_runs_that_hold_no_texts_out_are_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    changes = ["set=[logging.logging_steps=1]", "objectives.bv.set=[data.num_heldout=0]", "evaluation.checkpoint=best"]
+    said = refused_at_once(*changes)
+    assert "pocket-dflash-bv-seed1 holds no texts out; set data.num_heldout, or evaluation.checkpoint=last" in said
+    planned = blockdraft("study", "s.yaml", *changes[:2], "--plan")  # the last checkpoint
+    assert planned.code == 0, planned.err
+
+
 def refused_at_once(*changes):
     """Return the words in which a study is refused, by its plan and before it writes anything."""
     planned = blockdraft("study", "s.yaml", *changes, "--plan", "--out", "out")

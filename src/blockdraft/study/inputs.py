@@ -88,6 +88,16 @@ def check_dynamics(recipe: StudyRecipe) -> None:
         )
 
 
+def check_best(recipe: StudyRecipe) -> None:
+    """Refuse to evaluate the best checkpoints of runs that hold no texts out to find them."""
+    cell = next((each for each in recipe.cells if not each.recipe.data.num_heldout), None)
+    if recipe.evaluation.checkpoint == "best" and cell is not None:
+        raise StudyError(
+            f"evaluation.checkpoint is best, by held-out length, but {cell.name} holds no texts out; set "
+            "data.num_heldout, or evaluation.checkpoint=last"
+        )
+
+
 def check_tasks(asked: StudyEvaluation, *, download: bool) -> None:
     """Refuse tasks that are unknown, and prompts that cannot be read.
 

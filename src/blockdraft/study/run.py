@@ -25,7 +25,7 @@ from blockdraft.files import atomic_write, exclusive
 from blockdraft.runs import Run
 from blockdraft.study.changes import STUDY_FILE, differences, refuse_another_study
 from blockdraft.study.cost import refuse_too_large
-from blockdraft.study.inputs import check_data, check_dynamics, check_initial, check_tasks
+from blockdraft.study.inputs import check_best, check_data, check_dynamics, check_initial, check_tasks
 from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyRecipe
 from blockdraft.study.processes import Job, leftovers_ended, start
 from blockdraft.study.summary import StudySummary, summarize
@@ -269,6 +269,7 @@ class Study:
         """
         refuse_another_study(self.recipe, self.out)
         check_dynamics(self.recipe)
+        check_best(self.recipe)
         check_data(self.recipe, running=download)
         self._refuse_lost_checkpoints()
         check_initial([cell for cell in self.recipe.cells if not self.is_trained(cell)], download=download)
