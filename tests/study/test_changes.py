@@ -4,7 +4,8 @@ import pytest
 
 from blockdraft.drafters import DrafterConfig
 from blockdraft.recipes import load_recipe
-from blockdraft.study.changes import differences
+from blockdraft.study import load_study
+from blockdraft.study.changes import changes, differences
 from blockdraft.targets import target_shape
 from blockdraft.training.initialization import with_shape
 
@@ -26,6 +27,35 @@ def wanted(*assignments):
 @pytest.mark.parametrize("assignments", [[], ["drafter.num_layers=1"], ["drafter.initial=target"], [FROM_A_FOLDER]])
 def test_a_run_has_the_recipe_of_its_cell(assignments):
     assert differences(recorded(*assignments), wanted(*assignments)) == []
+
+
+def test_a_study_goes_on_with_more_seeds_and_objectives_and_another_way_to_compute_a_step():
+    before = load_study("pocket-short", ["set=[runtime.precision=float32, runtime.threads=2]"])
+    more = ["set=[runtime.precision=float32, runtime.compile=false]", "hardware.devices=2", "baseline=bv"]
+    now = load_study("pocket-short", [*more, "seeds=[42,43,44,45]", "objectives.kl={recipe: kl}"])
+    assert changes(before, now) == []
+    assert changes(now, before) == ["objectives", "seeds"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("set=[runtime.precision=bfloat16]", "set"),
+        ("set=['runtime={precision: bfloat16}']", "set"),
+        ("set=[runtime.device=cuda]", "set"),
+        ("targets.pocket.set=[runtime.precision=bfloat16]", "targets"),
+        ("objectives.bv.set=[runtime.precision=bfloat16]", "objectives"),
+        ("evaluation.num_prompts=2", "evaluation"),
+    ],
+)
+def test_a_study_does_not_go_on_with_another_precision(change, field):
+    before = ["set=[]"]
+    assert changes(load_study("pocket-short", before), load_study("pocket-short", [*before, change])) == [field]
+
+
+def test_a_run_in_another_precision_is_told_apart():
+    assert differences(recorded("runtime.precision=bfloat16"), wanted()) == ["runtime.precision"]
+    assert differences(recorded("runtime.compile=true", "runtime.device=cuda"), wanted()) == []
 
 
 def test_an_option_that_is_newer_than_a_run_stands_at_its_default():

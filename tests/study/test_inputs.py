@@ -2,12 +2,14 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from blockdraft.errors import BlockdraftError
 from blockdraft.study import Study, StudyError, inputs, load_study
+from blockdraft.targets import Sampling
 
 from commands import blockdraft
 from tiny_study import TINY
@@ -70,6 +72,76 @@ def test_training_dynamics_of_runs_that_keep_no_epochs_are_refused(folder):
     planned = blockdraft("study", "s.yaml", "evaluation.dynamics_texts=8", "--plan", cwd=folder)
     assert planned.code == 2
     assert "pocket-dflash-ce-seed1 keeps no checkpoints of its epochs" in planned.err
+
+
+def test_best_checkpoints_of_runs_that_hold_no_texts_out_are_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    changes = ["set=[logging.logging_steps=1]", "objectives.bv.set=[data.num_heldout=0]", "evaluation.checkpoint=best"]
+    said = refused_at_once(*changes)
+    assert "pocket-dflash-bv-seed1 holds no texts out; set data.num_heldout, or evaluation.checkpoint=last" in said
+    planned = blockdraft("study", "s.yaml", *changes[:2], "--plan")  # the last checkpoint
+    assert planned.code == 0, planned.err
+
+
+def refused_at_once(*changes):
+    """Return the words in which a study is refused, by its plan and before it writes anything."""
+    planned = blockdraft("study", "s.yaml", *changes, "--plan", "--out", "out")
+    assert planned.code == 2
+    with pytest.raises(StudyError) as refused:
+        Study(load_study("s.yaml", list(changes)), "out").run()
+    assert planned.err == f"error: {refused.value}\n"
+    assert not Path("out").exists()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sampled_from", "sampling", "changes", "said"),
+    [
+        ("smollm2", Sampling(), [], "texts was sampled from smollm2, and pocket-dflash-ce-seed1 trains for pocket."),
+        ("./pocket-2", Sampling(), [], "was sampled from ./pocket-2"),
+        ("pocket", Sampling(0.7), [], "texts: sampled with temperature 0.7, top_k 0, top_p 1, and the objective of"),
+        ("models/pocket", Sampling(1.0, 20), [], "top_k 20"),
+        ("pocket", Sampling(1.0, 0, 0.9), [], "top_p 0.9"),
+        (
+            "pocket", Sampling(), ["objectives.bv.set=[objective.options.temperature=0.5]"],
+            "the objective of pocket-dflash-bv-seed1 assumes temperature 0.5 over the whole vocabulary",
+        ),
+    ],
+)  # fmt: skip
+def test_texts_of_another_target_or_distribution_are_refused_at_once(
+    folder, monkeypatch, sampled_from, sampling, changes, said
+):
+    monkeypatch.chdir(folder)
+    (folder / "texts").mkdir()
+    (folder / "texts" / "manifest.json").touch()
+    about, identity = SimpleNamespace(target=sampled_from), SimpleNamespace(sampling=sampling)
+    found = SimpleNamespace(complete=True, about=about, identity=identity)
+    monkeypatch.setattr(inputs, "read_manifest", lambda _folder: found)
+    assert said in refused_at_once("targets.pocket.data=texts", *changes)
+
+
+def test_texts_that_the_study_makes_are_sampled_as_the_objectives_assume(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    said = refused_at_once("objectives.bv.set=[objective.options.temperature=0.5]")
+    assert said.startswith("the texts that a study makes: sampled with temperature 1, ")
+
+
+def test_a_plan_takes_texts_that_are_not_there_to_be_elsewhere(folder):
+    planned = blockdraft("study", "s.yaml", "targets.pocket.data=nowhere", "--plan", cwd=folder)
+    assert planned.code == 0, planned.err
+
+
+def test_a_drafter_to_train_further_that_is_not_there_or_of_another_kind_is_refused_at_once(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    post = "objectives.post={recipe: bv-post, set: [drafter.initial=%s]}"
+    assert "pocket-dflash-post-seed1 trains a drafter further: ./nowhere: no such folder" in refused_at_once(
+        post % "./nowhere"
+    )
+    said = refused_at_once(post % "pocket-dflash-ce", "drafters=[dflash, dspark]", "set=[]")
+    assert "pocket-dspark-post-seed1 trains a drafter further" in said
+    assert "kind dflash, not dspark" in said
+    planned = blockdraft("study", "s.yaml", post % "owner/drafter", "--plan")  # on the Hub: nothing is downloaded
+    assert planned.code == 0, planned.err
 
 
 def test_a_given_folder_that_is_not_complete_is_refused(folder, monkeypatch):

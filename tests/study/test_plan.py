@@ -8,8 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from blockdraft.evaluation.tasks import count_prompts
+from blockdraft.files import DiskSpaceError, size_in_words
 from blockdraft.study import Study, StudyError, load_study
-from blockdraft.study.cost import answers_to_decode, cell_costs, responses_to_sample
+from blockdraft.study.cost import (
+    answers_to_decode,
+    cell_costs,
+    features_to_write,
+    refuse_too_large,
+    responses_to_sample,
+)
 
 from commands import blockdraft
 from tiny import tiny_model, tiny_tokenizer
@@ -24,13 +31,15 @@ def plan(*arguments, cwd="."):
 
 def test_the_plan_of_the_paper_has_28_cells_with_hours_and_memory_and_a_command_for_each(tmp_path):
     text = plan("paper", cwd=tmp_path)
-    rows = re.findall(r"^(qwen3-\S+)-seed42 +18,750 +0 +(\d+\.\d) +(\d+\.\d\d)$", text, re.MULTILINE)
-    assert len(rows) == len({name for name, _, _ in rows}) == 28
-    assert all(30 < float(memory) < 70 and 4 < float(hours) < 9 for _, memory, hours in rows)
+    rows = re.findall(r"^(qwen3-\S+)-seed42 +18,750 +0 +(\d+\.\d) +(\d+\.\d\d) +(\d+\.\d\d)$", text, re.MULTILINE)
+    assert len(rows) == len({name for name, *_ in rows}) == 28
+    assert all(30 < float(memory) < 70 and 4 < float(hours) < 9 for _, memory, _, hours in rows)
+    disk = sum(float(size) for _, _, size, _ in rows) / 1024  # seven checkpoints of a cell: six epochs, and the best
+    assert f"{disk:.1f} TiB of checkpoints to write to disk" in text
     said = re.search(
         r"28 cells, 0 done, ([\d.]+) hours of training left on 8 devices each, at 20% of 989 TFLOP/s", text
     )
-    assert float(said[1]) == pytest.approx(sum(float(hours) for _, _, hours in rows), abs=0.3)
+    assert float(said[1]) == pytest.approx(sum(float(hours) for *_, hours in rows), abs=0.3)
     assert "200,000 responses to sample, 22.2 hours on one device, at an assumed 2,500 tokens/s" in text
     assert "each counts as one text of 1,000 tokens (a text is an assistant turn)" in text
     assert "at an assumed 50 tokens/s" in text
@@ -123,6 +132,50 @@ def test_the_plan_of_a_study_under_way_is_about_what_is_left(tmp_path, monkeypat
     assert "answers" not in text
 
 
+def test_the_plan_counts_checkpoints_and_features_and_a_study_without_room_for_them_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml"), tmp_path / "out")
+    costs, features = cell_costs(study), features_to_write(study)
+    assert [cost.checkpoint_bytes for cost in costs] == [cost.unwritten_bytes for cost in costs]
+    assert len({cost.checkpoint_bytes for cost in costs}) == 1
+    assert list(features) == [tmp_path / "out" / "features" / "pocket-3-layers"]  # which both cells read
+    assert features_to_write(study, of_known_texts=True) == {}
+    text = plan("s.yaml", cwd=tmp_path)
+    sizes = [size_in_words(sum(cost.unwritten_bytes for cost in costs)), size_in_words(sum(features.values()))]
+    assert f"{sizes[0]} of checkpoints and {sizes[1]} of cached features to write to disk" in text
+
+    every = ["set=[drafter.num_layers=1, batch.num_texts=8, logging.keep_epoch_checkpoints=true]"]
+    kept = cell_costs(Study(load_study(tmp_path / "s.yaml", every), tmp_path / "out"))
+    assert kept[0].checkpoint_bytes == costs[0].checkpoint_bytes // 2 * 7  # six epochs, and the best
+
+    def free(num_bytes):
+        monkeypatch.setattr("shutil.disk_usage", lambda _folder: SimpleNamespace(free=num_bytes))
+
+    needed = sum(cost.unwritten_bytes for cost in costs)
+    free(needed)
+    refuse_too_large(study)
+    free(needed - 1)
+    with pytest.raises(DiskSpaceError, match="the study's checkpoints and features need about"):
+        study.run()
+    assert not (tmp_path / "out").exists()
+    totals = SimpleNamespace(texts_and_length=(24, 1000.0))
+    texts = SimpleNamespace(complete=True, totals=totals)
+    monkeypatch.setattr(Study, "manifest", lambda *_: texts)
+    features = features_to_write(study, of_known_texts=True)
+    free(needed + sum(features.values()))
+    refuse_too_large(study)
+    free(needed + sum(features.values()) - 1)
+    with pytest.raises(DiskSpaceError):
+        refuse_too_large(study)
+    (folder,) = features
+    folder.mkdir(parents=True)
+    (folder / "features-0.npy").write_bytes(bytes(1000))
+    refuse_too_large(study)
+    monkeypatch.setattr(Study, "is_trained", lambda *_: True)
+    free(0)
+    refuse_too_large(study)
+
+
 def test_the_papers_draft_temperature_alone_is_decoded_if_the_grid_has_no_other(tmp_path):
     (tmp_path / "s.yaml").write_text(TINY)
     study = Study(load_study(tmp_path / "s.yaml", ["evaluation.draft_temperatures=[1]"]), tmp_path / "out")
@@ -134,6 +187,38 @@ def test_the_papers_draft_temperature_alone_is_decoded_if_the_grid_has_no_other(
     )
     with pytest.raises(StudyError, match=r"evaluation\.draft_temperatures"):
         load_study(tmp_path / "s.yaml", ["evaluation.draft_temperatures=[0]"])
+
+
+def test_null_removes_targets_and_objectives():
+    study = load_study("paper", ["targets.qwen3-8b=null", "objectives.kl=null", "objectives={tv: null}"])
+    assert (list(study.targets), list(study.objectives)) == (["qwen3-4b"], ["ce", "rkl", "lk", "bv-no-annealing", "bv"])
+    assert len(study.cells) == 2 * 5
+    with pytest.raises(StudyError, match=r"objectives\.lkk=null: the study has no 'lkk' .* did you mean 'lk'\?"):
+        load_study("paper", ["objectives.lkk=null"])
+    with pytest.raises(StudyError, match=r"no 'llama' to remove; there are: qwen3-4b, qwen3-8b"):
+        load_study("paper", ["targets.llama=null"])
+    with pytest.raises(StudyError, match="names are letters"):
+        load_study("pocket-short", ["targets.pocket=null"])
+    with pytest.raises(StudyError, match="the baseline 'ce' is not one of the objectives"):
+        load_study("paper", ["baseline=ce", "objectives.ce=null"])
+
+
+def test_a_null_in_the_file_itself_is_a_mistake(tmp_path):
+    (tmp_path / "s.yaml").write_text(TINY.replace("{recipe: ce}", "null"))
+    for assignments in ([], ["objectives.lk={recipe: lk}"]):
+        with pytest.raises(StudyError, match=r"objectives\.ce: "):
+            load_study(tmp_path / "s.yaml", assignments)
+
+
+def test_a_study_is_shown_as_a_file_that_describes_it(tmp_path):
+    ended = blockdraft("study", "paper", "objectives.kl=null", "--devices", "2", "--show", cwd=tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+    (tmp_path / "shown.yaml").write_text(ended.out)
+    assert load_study(tmp_path / "shown.yaml") == load_study("paper", ["objectives.kl=null", "hardware.devices=2"])
+    assert [file.name for file in tmp_path.iterdir()] == ["shown.yaml"]
+    ended = blockdraft("study", "paper", "--show", "--plan", cwd=tmp_path)
+    assert ended.code == 2
+    assert "give one of the two" in ended.err
 
 
 def test_targets_that_differ_only_in_training_share_their_texts_and_features(tmp_path):
@@ -164,6 +249,7 @@ def test_budgets_compare_the_papers_schedule_with_a_slower_one_and_ce():
     assert schedules == {
         "ce": [(each, None) for each in steps],
         "bv-paper": [(each, (0.5, 0.0, 1.0)) for each in steps],
+        "bv": [(each, (1.0, 0.0, 1.0)) for each in steps],
         "bv-half": [(each, (1.0, 0.0, 0.5)) for each in steps],
     }
 

@@ -87,6 +87,26 @@ def test_what_failed_is_said_in_its_own_words_and_not_in_torchruns(tmp_path, mon
         study._run([Job("cell", ["exit 1"])], 1)
 
 
+@pytest.mark.parametrize("num_jobs", [1, 4])
+def test_on_cpus_a_cell_and_an_evaluation_compute_with_one_thread_however_many_run_at_once(
+    tmp_path, monkeypatch, num_jobs
+):
+    (tmp_path / "s.yaml").write_text(TINY.replace("runtime.device=cpu, ", ""))
+    recipe = load_study(tmp_path / "s.yaml")
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def threads(study, jobs):
+        return [study._environment(job, num_jobs, study.gpus[:1])["OMP_NUM_THREADS"] for job in jobs]
+
+    on_cpus, on_gpus = Study(recipe, tmp_path), Study(recipe, tmp_path, gpus=["0", "1"])
+    assert threads(on_cpus, on_cpus.jobs_left()) == ["1", "1", "1"]
+    assert threads(on_gpus, on_gpus.jobs_left()) == [str(12 // num_jobs)] * 3
+    assert {job.num_threads for job in on_cpus.data_jobs()} == {None}  # they run by themselves, on all cores
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(on_cpus, on_cpus.jobs_left()) == ["3", "3", "3"]
+
+
 PARENT = """
 import sys, time
 from pathlib import Path

@@ -52,8 +52,14 @@ def test_every_shipped_study_is_valid_and_the_papers_has_its_28_cells():
     assert (evaluation.tasks, evaluation.rules) == (["benchmarks"], ["greedy", "token", "block"])
     assert (evaluation.num_prompts, evaluation.num_decoded) == (None, None)
     assert (evaluation.max_new_tokens, evaluation.checkpoint, evaluation.dynamics_texts) == (256, "last", 512)
-    matrix = load_study("pocket")
-    assert len(matrix.cells) == 2 * 13 * 3
+    assert len(load_study("pocket").cells) == 2 * 15 * 3
+
+
+@pytest.mark.parametrize("name", ["pocket", "pocket-objectives", "pocket-budgets"])
+def test_how_far_beta_rises_and_over_how_long_vary_one_at_a_time(name):
+    schedules = {cell.objective: cell.recipe.resolved().annealing for cell in load_study(name).cells}
+    found = {each: (schedules[each].ratio, schedules[each].final) for each in ("bv-paper", "bv", "bv-half")}
+    assert found == {"bv-paper": (0.5, 1.0), "bv": (1.0, 1.0), "bv-half": (1.0, 0.5)}
 
 
 def test_mistakes_are_said_before_anything_runs(tmp_path):
@@ -79,8 +85,13 @@ def test_mistakes_are_said_before_anything_runs(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"targets": {"..": {"recipe": "pocket"}}}, "the first a letter or a digit"),
-        ({"objectives": {".bv": {"recipe": "bv"}}}, "the first a letter or a digit"),
+        ({"targets": {"..": {"recipe": "pocket"}}}, "has a dot in it"),
+        ({"targets": {"-a": {"recipe": "pocket"}}}, "the first a letter or a digit"),
+        ({"objectives": {"b v": {"recipe": "bv"}}}, "the first a letter or a digit"),
+        ({"objectives": {"bv.": {"recipe": "bv"}}}, "'bv.' has a dot in it, where KEY.PATH=VALUE .* would end"),
+        ({"targets": {"qwen2.5": {"recipe": "pocket"}}}, "'qwen2.5' has a dot in it, where KEY.PATH=VALUE"),
+        ({"objectives": {"b" * 94: {"recipe": "bv"}}}, "names have at most 93 bytes"),
+        ({"objectives": {"post": {"recipe": "bv-post"}}}, "pocket-dflash-post-seed1 trains a drafter further; name it"),
         ({"seeds": [1, 1]}, "two cells are called"),
         ({"drafters": ["dflash", "dflash"]}, "two cells are called"),
         ({"evaluation": {"tasks": []}}, "evaluation.tasks"),
@@ -287,7 +298,7 @@ class StopError(Exception):
 @pytest.mark.slow
 def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # more threads round otherwise, and more jobs have fewer threads
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # more threads round otherwise: a study sets one for all
     (tmp_path / "s.yaml").write_text(TINY)
     study = load_study("s.yaml")
     whole = Study(study, "whole", num_jobs=2).run()
@@ -373,5 +384,5 @@ def test_a_study_that_was_stopped_ends_with_the_report_of_one_that_was_not(tmp_p
     split = load_study("s.yaml", [f"objectives.lk={{recipe: lk, set: [{','.join(free)}]}}", "hardware.devices=2"])
     assert Study(split, "parts").run().wins.keys() == {"bv", "lk"}  # how a step is computed may change
     for change in ("evaluation.num_prompts=1", "objectives.bv.set=[]", "objectives={ce: {recipe: ce}}", "seeds=[2]"):
-        with pytest.raises(StudyError, match="holds another study"):
+        with pytest.raises(StudyError, match=f"holds another study: {change.partition('=')[0].partition('.')[0]} "):
             Study(load_study("s.yaml", [change]), "parts").run()

@@ -23,7 +23,11 @@ def study(
     ],
     assignments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Fields of the study to change, such as seeds=[1,2]."),
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Fields of the study to change, such as seeds=[1,2]; objectives.NAME=null removes an objective, and "
+            "targets.NAME=null a target.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The study's folder.", show_default="studies/STUDY")] = None,
     jobs: Annotated[
@@ -38,6 +42,9 @@ def study(
     device: Device = None,
     dtype: Dtype = None,
     plan: Annotated[bool, typer.Option("--plan", help="Show cells, cost and commands, and run nothing.")] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the study with every field as YAML, and run nothing.")
+    ] = False,
     slurm: Annotated[
         bool, typer.Option("--slurm", help="With --plan: print one sbatch line for each cell that is left to train.")
     ] = False,
@@ -94,12 +101,16 @@ def study(
     hardware = loaded.hardware.model_copy(update={key: x for key, x in given.items() if x is not None})
     loaded = loaded.model_copy(update={"hardware": hardware})
     folder = out or Path("studies") / loaded.name
+    if show:
+        if plan:
+            raise StudyError("--show prints a study, and --plan what it takes; give one of the two")
+        print(loaded.to_yaml(), end="")
+        return
     if plan:
         planned = Study(loaded, folder, device=device)
         planned.check(download=False)
         _hint_at_datasets(planned)
-        show = _show_slurm if slurm else _show_plan
-        show(planned)
+        (_show_slurm if slurm else _show_plan)(planned)
         return
     if slurm:
         raise StudyError("--slurm prints commands and runs nothing; give it together with --plan")
@@ -137,17 +148,18 @@ def _show_plan(study: "Study") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from blockdraft.study.cost import answers_to_decode, cell_costs, responses_to_sample
+    from blockdraft.files import size_in_words
+    from blockdraft.study.cost import answers_to_decode, cell_costs, features_to_write, responses_to_sample
 
     left = [*study.data_jobs(), *study.jobs_left()]  # runs of another recipe are refused here
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("cell", "steps", "done", "GiB a device", "hours left"):
+    for name in ("cell", "steps", "done", "GiB a device", "GiB on disk", "hours left"):
         table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=True)
     costs, assumed = cell_costs(study), study.recipe.hardware
     for cost in costs:
-        memory = f"{cost.device_bytes / 2**30:.1f}"
-        table.add_row(cost.cell.name, f"{cost.num_steps:,}", f"{cost.num_done:,}", memory, f"{cost.hours:.2f}")
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+        sizes = f"{cost.device_bytes / 2**30:.1f}", f"{cost.checkpoint_bytes / 2**30:.2f}"
+        table.add_row(cost.cell.name, f"{cost.num_steps:,}", f"{cost.num_done:,}", *sizes, f"{cost.hours:.2f}")
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=10_000)  # names of cells stay whole
     console.print(table)
     num_done = len(costs) - len({cost.cell.name for cost in costs} & {job.name for job in left})
     hours = sum(cost.hours for cost in costs)
@@ -156,6 +168,13 @@ def _show_plan(study: "Study") -> None:
         f"{len(costs)} cells, {num_done} done, {hours:,.1f} hours of training left on {together}, at "
         f"{assumed.efficiency:.0%} of {assumed.tflops:g} TFLOP/s"
     )
+    to_write = {
+        "checkpoints": sum(cost.unwritten_bytes for cost in costs),
+        "cached features": sum(features_to_write(study).values()),
+    }
+    if any(to_write.values()):
+        words = " and ".join(f"{size_in_words(size)} of {what}" for what, size in to_write.items() if size)
+        console.print(f"{words} to write to disk; checkpoints are the best, and the last or those of all epochs")
     sampled, decoded = responses_to_sample(study), answers_to_decode(study)
     if sampled.num:
         console.print(

@@ -240,6 +240,8 @@ def _show_estimate(found: "ResourceEstimate", texts: int, tokens_per_text: float
     table.add_section()
     table.add_row("data on disk", size(found.data_bytes), "uncompressed; the files are about half of it")
     table.add_row("feature cache", size(found.cache_bytes), "only if data.features is cached")
+    checkpoints = size(found.num_checkpoints * found.checkpoint_bytes)
+    table.add_row("checkpoints", checkpoints, f"the {found.num_checkpoints} that stay when the run has ended")
     table.add_section()
     devices = f"on each of {found.num_devices} devices" if found.num_devices > 1 else "on one device"
     table.add_row("target weights", size(found.target_bytes), devices)

@@ -92,7 +92,7 @@ def find_drafter(name_or_path: str | Path) -> Path:
         return _checkpoint(Path(run).expanduser(), which)
     if folder.exists():
         raise CheckpointError(f"{name} is a file; {HOLDS}")
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(folder.parts[0]).exists():
+    if is_on_hub(name):
         return _best(_download(name))
     there = [str(path) for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
     near = difflib.get_close_matches(name, [*SHIPPED, *there], n=1, cutoff=0.8)
@@ -101,6 +101,11 @@ def find_drafter(name_or_path: str | Path) -> Path:
     if "/" not in name and SHIPPED:
         raise CheckpointError(f"{name}: no such folder, and no shipped drafter: {', '.join(sorted(SHIPPED))}")
     raise CheckpointError(f"{name}: no such folder; {HOLDS}")
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether the name of a drafter is that of a repository on the Hugging Face Hub, and of no folder here."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not Path(Path(name).parts[0]).exists()
 
 
 def _best(folder: Path) -> Path:

@@ -191,6 +191,12 @@ class LoggingSection(Section):
     wandb: bool = Field(False, description="also log to Weights & Biases")
     trackio: bool = Field(False, description="also log to trackio")
 
+    def epochs_kept(self, num_steps: int, steps_per_epoch: int) -> frozenset[int]:
+        """Return the steps at the end of every epoch and of the run, if the recipe keeps their checkpoints."""
+        if not self.keep_epoch_checkpoints:
+            return frozenset()
+        return frozenset({*range(steps_per_epoch, num_steps, steps_per_epoch), num_steps})
+
 
 class Recipe(Section):
     """Describes a training run."""

@@ -17,6 +17,9 @@ COMPARED = ("drafter", "objective", "annealing", "batch", "optimizer", "seed")
 FREE = ("runtime", "batch.gradient_accumulation_steps")
 """Sections and fields that say how a run computes, and not what: they may change while a study goes on."""
 
+KEPT = ("runtime.precision", "runtime.device")
+"""Fields of these sections that may not change: they decide the precision of the drafter's arithmetic."""
+
 OF_THE_FOLDER = ("num_layers", "num_proposals", "num_features", "markov_head", "markov_rank")
 """Fields that a drafter which is trained further has of its own, unless the recipe states them."""
 
@@ -30,7 +33,8 @@ def differences(run: Recipe, cell: Recipe) -> list[str]:
     left_out = {"batch": {"gradient_accumulation_steps"}, "drafter": open_fields}
     both = run.resolved(), cell.resolved()  # a run of an earlier version states no option that is newer
     found, wanted = (each.model_dump(include=set(COMPARED), exclude=left_out) for each in both)
-    return [name for name in COMPARED if found[name] != wanted[name]]
+    differ = [name for name in COMPARED if found[name] != wanted[name]]
+    return differ + (["runtime.precision"] if run.runtime.precision != cell.runtime.precision else [])
 
 
 def refuse_another_study(recipe: StudyRecipe, folder: Path) -> None:
@@ -42,22 +46,29 @@ def refuse_another_study(recipe: StudyRecipe, folder: Path) -> None:
         before = StudyRecipe.model_validate(read_yaml_file(file))
     except ValidationError as error:
         raise StudyError(f"{file} does not describe a study; choose another --out") from error
-    if not is_continued(before, recipe):
+    changed = changes(before, recipe)
+    if changed:
         raise StudyError(
-            f"{folder} holds another study; you may add seeds and objectives, and change the baseline, the hardware "
-            f"and {' and '.join(FREE)}, but nothing else. Choose another --out"
+            f"{folder} holds another study: {', '.join(changed)} differ. You may add seeds and objectives, and change "
+            f"the baseline, the hardware and {' and '.join(FREE)} (but not {' and '.join(KEPT)}, which change what is "
+            "learnt), but nothing else. Choose another --out"
         )
 
 
-def is_continued(before: StudyRecipe, now: StudyRecipe) -> bool:
-    """Return whether a study goes on with one begun before: it may add seeds and objectives, and change what is free.
+def changes(before: StudyRecipe, now: StudyRecipe) -> list[str]:
+    """Return the names of the fields in which a study does not go on with one begun before.
 
-    The baseline and the hardware are free as well.
+    It may add seeds and objectives, and change what is free; the baseline and the hardware are free as well.
     """
     before, now = _deciding(before), _deciding(now)
-    kept = set(before.seeds) <= set(now.seeds) and before.objectives.items() <= now.objectives.items()
-    may_differ = {name: getattr(now, name) for name in ("seeds", "objectives", "baseline", "hardware")}
-    return kept and before.model_copy(update=may_differ) == now
+    kept = {
+        "seeds": set(before.seeds) <= set(now.seeds),
+        "objectives": before.objectives.items() <= now.objectives.items(),
+        "baseline": True,
+        "hardware": True,
+    }
+    same = {name: getattr(before, name) == getattr(now, name) for name in StudyRecipe.model_fields}
+    return [name for name, is_same in (same | kept).items() if not is_same]
 
 
 def _deciding(study: StudyRecipe) -> StudyRecipe:
@@ -67,7 +78,8 @@ def _deciding(study: StudyRecipe) -> StudyRecipe:
         return {"set": [each for each in found.set if not is_free(each.partition("=")[0].strip())]}
 
     def is_free(field: str) -> bool:
-        return any(field == name or field.startswith(f"{name}.") for name in FREE)
+        has_kept = any(f"{name}.".startswith(f"{field}.") for name in KEPT)
+        return not has_kept and any(field == name or field.startswith(f"{name}.") for name in FREE)
 
     return study.model_copy(
         update=without(study)

@@ -6,9 +6,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from blockdraft.errors import BlockdraftError
+from blockdraft.evaluation.candidates import MAX_NAME
 from blockdraft.recipes import Recipe, load_recipe, shipped_names
 from blockdraft.recipes.loading import explain_field, override, read_yaml_file
 from blockdraft.recipes.schema import Section
@@ -104,11 +106,20 @@ class StudyRecipe(Section):
     @field_validator("targets", "objectives")
     @classmethod
     def _safe_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        wrong = [name for name in value if not all(c.isalnum() or c in "-_." for c in name) or not name[:1].isalnum()]
+        dotted = [name for name in value if "." in name]
+        if dotted:
+            raise ValueError(
+                f"{dotted[0]!r} has a dot in it, where KEY.PATH=VALUE on the command line would end the name; use '-'"
+            )
+        wrong = [name for name in value if not all(c.isalnum() or c in "-_" for c in name) or not name[:1].isalnum()]
         if wrong or not value:
             raise ValueError(
-                f"names are letters, digits, '-', '_' and '.', the first a letter or a digit, got {wrong or 'none'}"
+                f"names are letters, digits, '-' and '_', the first a letter or a digit, got {wrong or 'none'}"
             )
+        long = [name for name in value if len(f"dspark-{name}".encode()) > MAX_NAME]
+        if long:
+            most = MAX_NAME - len("dspark-")
+            raise ValueError(f"names have at most {most} bytes, since drafters are called by them, got {long[0]!r}")
         return value
 
     @model_validator(mode="after")
@@ -123,6 +134,10 @@ class StudyRecipe(Section):
     def compared_with(self) -> str | None:
         """Give the name of the objective that the others are compared with, if there is one."""
         return self.baseline or next((name for name, each in self.objectives.items() if each.recipe == "ce"), None)
+
+    def to_yaml(self) -> str:
+        """Write every field as YAML that `load_study` reads."""
+        return str(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
     @property
     def cells(self) -> "list[StudyCell]":
@@ -182,7 +197,10 @@ def shipped_studies() -> list[str]:
 
 
 def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -> StudyRecipe:
-    """Load a shipped study by name, or a YAML file, with ``key.path=value`` laid over it; every cell is checked."""
+    """Load a shipped study by name, or a YAML file, with ``key.path=value`` laid over it; every cell is checked.
+
+    ``null`` removes a target or an objective.
+    """
     name = str(name_or_path)
     path = SHIPPED_STUDIES / f"{name}.yaml" if name in shipped_studies() else Path(name_or_path)
     if not path.is_file():
@@ -190,7 +208,8 @@ def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -
         hint = f"did you mean {near[0]!r}?" if near else f"shipped: {', '.join(shipped_studies())}"
         raise StudyError(f"{name}: neither a file nor a shipped study; {hint}")
     try:
-        study = StudyRecipe.model_validate(override(read_yaml_file(path), assignments or []))
+        values = read_yaml_file(path)
+        study = StudyRecipe.model_validate(_without_removed(override(values, assignments or []), values))
     except ValidationError as error:
         raise StudyError(f"{name}: {explain_field(error.errors()[0], StudyRecipe)}") from error
     names = [cell.name for cell in study.cells]
@@ -200,5 +219,24 @@ def load_study(name_or_path: str | Path, assignments: list[str] | None = None) -
     for cell in study.cells:
         if cell.recipe_name not in shipped_names():
             raise StudyError(f"{name}: {cell.name} needs a recipe {cell.recipe_name!r}, which is not shipped")
-        _ = cell.recipe  # a mistake in any cell is said before anything runs
+        if cell.recipe.drafter.initial == "required":  # a mistake in any cell is said before anything runs
+            raise StudyError(
+                f"{name}: {cell.name} trains a drafter further; name it with drafter.initial=FOLDER in the `set` of "
+                "the study, the target or the objective"
+            )
     return study
+
+
+def _without_removed(values: dict[str, Any], file: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a study without the targets and objectives of its file that assignments set to null."""
+    kept = dict(values)
+    for part in ("targets", "objectives"):
+        now, before = values.get(part), file.get(part)
+        if isinstance(now, dict) and isinstance(before, dict):
+            unknown = [str(name) for name, value in now.items() if value is None and name not in before]
+            if unknown:
+                near = difflib.get_close_matches(unknown[0], map(str, before), n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(map(str, before))}"
+                raise StudyError(f"{part}.{unknown[0]}=null: the study has no {unknown[0]!r} to remove; {hint}")
+            kept[part] = {name: value for name, value in now.items() if value is not None or before[name] is None}
+    return kept

@@ -44,12 +44,14 @@ class Job:
     arguments: of ``blockdraft``.
     needs: names of the jobs that must end before it starts.
     num_processes: how many processes run it together, under torchrun if there are several.
+    num_threads: threads of each process, unless ``OMP_NUM_THREADS`` is set; None is its share of the cores.
     """
 
     name: str
     arguments: list[str]
     needs: frozenset[str] = frozenset()
     num_processes: int = 1
+    num_threads: int | None = None
 
     @property
     def command(self) -> list[str]:

@@ -17,8 +17,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-import yaml
-
 from blockdraft.data import Manifest, read_manifest
 from blockdraft.data.manifest import MANIFEST
 from blockdraft.evaluation import read_results
@@ -26,7 +24,8 @@ from blockdraft.evaluation.evaluation import OnProgress
 from blockdraft.files import atomic_write, exclusive
 from blockdraft.runs import Run
 from blockdraft.study.changes import STUDY_FILE, differences, refuse_another_study
-from blockdraft.study.inputs import check_data, check_dynamics, check_tasks
+from blockdraft.study.cost import refuse_too_large
+from blockdraft.study.inputs import check_best, check_data, check_dynamics, check_initial, check_tasks
 from blockdraft.study.plan import PLACEHOLDER, StudyCell, StudyError, StudyRecipe
 from blockdraft.study.processes import Job, leftovers_ended, start
 from blockdraft.study.summary import StudySummary, summarize
@@ -136,7 +135,8 @@ class Study:
         fields = cell.assignments(self.data_folder(cell.target), self.cache_folder(cell))
         out = ["--out", str(self.run_folder(cell))]
         arguments = ["train", cell.recipe_name, *fields, *self._device_options, *out]
-        return Job(cell.name, arguments, num_processes=self.recipe.hardware.devices)
+        on_cpu = not self.gpus or cell.recipe.runtime.device == "cpu"
+        return Job(cell.name, arguments, num_processes=self.recipe.hardware.devices, num_threads=1 if on_cpu else None)
 
     def evaluation_job(self, target: str, seed: int) -> Job:
         """Return the command that evaluates all drafters of one target and seed."""
@@ -158,7 +158,8 @@ class Study:
         if evaluation.prompts is not None:
             arguments += ["--prompts", str(evaluation.prompts)]
         arguments += ["--out", str(self.evaluation_folder(target, seed))]
-        return Job(self._evaluation_name(target, seed), arguments, num_processes=self.recipe.hardware.devices)
+        name, threads = self._evaluation_name(target, seed), None if self.gpus else 1
+        return Job(name, arguments, num_processes=self.recipe.hardware.devices, num_threads=threads)
 
     def steps_done(self, cell: StudyCell) -> tuple[int, int | None]:
         """Return the steps that a cell has taken, and how many it will take; None if that is not known yet."""
@@ -253,6 +254,7 @@ class Study:
     def run(self) -> StudySummary:
         """Do all that is left, and write the report."""
         self.check(download=True)
+        refuse_too_large(self)
         self.out.mkdir(parents=True, exist_ok=True)
         with exclusive(self.out):
             self._remember()
@@ -267,9 +269,10 @@ class Study:
         """
         refuse_another_study(self.recipe, self.out)
         check_dynamics(self.recipe)
-        if download:
-            check_data(self.recipe)
+        check_best(self.recipe)
+        check_data(self.recipe, running=download)
         self._refuse_lost_checkpoints()
+        check_initial([cell for cell in self.recipe.cells if not self.is_trained(cell)], download=download)
         if self.evaluations_left():  # opens the runs that are there
             check_tasks(self.recipe.evaluation, download=download)
 
@@ -281,6 +284,7 @@ class Study:
             self.on_progress("data", number, len(jobs), 0)
             self._run([job], 1)
             self.on_progress("data", number + 1, len(jobs), 0)
+        refuse_too_large(self)  # now the texts are known, and so are their features
         jobs = self.jobs_left()
         left = {job.name for job in jobs}
 
@@ -334,8 +338,7 @@ class Study:
 
     def _remember(self) -> None:
         with atomic_write(self.out / STUDY_FILE) as unfinished:
-            text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
-            unfinished.write_text(text, encoding="utf-8")
+            unfinished.write_text(self.recipe.to_yaml(), encoding="utf-8")
 
     def _show_steps(self) -> Callable[[Sequence[str]], None]:
         """Return what shows the steps of all cells, about once a second, and the evaluations that begin."""
@@ -411,8 +414,8 @@ class Study:
             raise StudyError(f"{failed[0]} failed: {said.removeprefix('error: ')} (all of it: {self._log(failed[0])})")
 
     def _environment(self, job: Job, num_at_once: int, gpus: Sequence[str]) -> dict[str, str]:
-        """Return the environment of a job: its share of the cores, unless the user has decided that, and its GPUs."""
-        threads = max(1, (os.cpu_count() or 1) // (num_at_once * job.num_processes))
+        """Return the environment of a job: its threads, unless the user has decided that, and its GPUs."""
+        threads = job.num_threads or max(1, (os.cpu_count() or 1) // (num_at_once * job.num_processes))
         found = {"OMP_NUM_THREADS": str(threads), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SECONDS_TO_SAVE} | os.environ
         return found | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else found
 

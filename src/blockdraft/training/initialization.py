@@ -17,6 +17,7 @@ from blockdraft.data import TextDataset
 from blockdraft.drafters import CheckpointError, Drafter, DrafterConfig, build_drafter, load_drafter
 from blockdraft.drafters.config import recorded_fingerprint
 from blockdraft.recipes import Recipe, RecipeError
+from blockdraft.recipes.schema import DrafterSection
 from blockdraft.targets import Target
 
 
@@ -60,6 +61,17 @@ def continue_from(recipe: Recipe, target: Target) -> Drafter:
     except CheckpointError as error:
         raise RecipeError(f"drafter.initial: {error}") from error
     config = there.config
+    refuse_other_shape(part, config)
+    num = part.num_proposals if "num_proposals" in part.model_fields_set else config.num_proposals
+    changes = {"num_proposals": num, "confidence_head": False}
+    drafter = build_drafter(config.replace(**changes, target_fingerprint=recorded_fingerprint(target)))
+    tensors = {name: tensor for name, tensor in there.state_dict().items() if not name.startswith("confidence_head.")}
+    drafter.load_state_dict(tensors)
+    return drafter.float()
+
+
+def refuse_other_shape(part: DrafterSection, config: DrafterConfig) -> None:
+    """Raise if a drafter to train further is not of the kind that is trained, or of another shape than is stated."""
     stated: dict[str, Any] = {
         "kind": config.kind,
         "num_layers": config.num_layers,
@@ -73,12 +85,6 @@ def continue_from(recipe: Recipe, target: Target) -> Drafter:
         has = ", ".join(f"{name} {stated[name]}, not {asked[name]}" for name in wrong)
         fix = " ".join(f"drafter.{name}={stated[name]}" for name in wrong)
         raise RecipeError(f"the drafter in {part.initial} has {has}; set {fix}")
-    num = part.num_proposals if "num_proposals" in part.model_fields_set else config.num_proposals
-    changes = {"num_proposals": num, "confidence_head": False}
-    drafter = build_drafter(config.replace(**changes, target_fingerprint=recorded_fingerprint(target)))
-    tensors = {name: tensor for name, tensor in there.state_dict().items() if not name.startswith("confidence_head.")}
-    drafter.load_state_dict(tensors)
-    return drafter.float()
 
 
 def with_shape(recipe: Recipe, config: DrafterConfig) -> Recipe:

@@ -22,7 +22,7 @@ from blockdraft.losses.fused import ACCELERATOR_CHUNK_BYTES, CHUNK_BYTES
 from blockdraft.recipes import Recipe, RecipeError
 from blockdraft.targets import BUILT_IN, Target, target_shape
 from blockdraft.training.measuring import step_flops
-from blockdraft.training.trainer import Trainer
+from blockdraft.training.trainer import CHECKPOINT_BYTES, Trainer
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -36,6 +36,8 @@ class ResourceEstimate:
     target_parameters, drafter_parameters: numbers of weights.
     data_bytes: of the rows, uncompressed; the files are about half of it.
     cache_bytes: of a feature cache, should one be made.
+    num_checkpoints, checkpoint_bytes: checkpoints that stay when the run has ended, and the bytes of each: the best
+        one, and the last or, if they are kept, that of every epoch.
     target_bytes, drafter_bytes, optimizer_bytes: per device; weights (and a copy in the computing precision),
         and gradients with AdamW's two moments.
     gradient_bytes: the gradients alone. Several processes keep them all the time, in buckets that they exchange; one
@@ -57,6 +59,8 @@ class ResourceEstimate:
     drafter_parameters: int
     data_bytes: int
     cache_bytes: int
+    num_checkpoints: int
+    checkpoint_bytes: int
     target_bytes: int
     drafter_bytes: int
     optimizer_bytes: int
@@ -93,7 +97,8 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
     drafter_shards = num_devices if recipe.runtime.parallel == "fsdp" else 1
     target_shards = num_devices if recipe.runtime.shard_target else 1
     all_tokens = round(num_texts * tokens_per_text)
-    num_steps = recipe.optimizer.num_steps(-(-num_texts // recipe.batch.num_texts))
+    steps_per_epoch = -(-num_texts // recipe.batch.num_texts)
+    num_steps = recipe.optimizer.num_steps(steps_per_epoch)
     share = num_devices * recipe.batch.gradient_accumulation_steps
     micro_tokens = -(-recipe.batch.num_texts // share) * tokens_per_text
     micro_blocks = -(-recipe.batch.num_anchors // share)
@@ -116,6 +121,8 @@ def estimate(recipe: Recipe, *, num_devices: int, num_texts: int, tokens_per_tex
         drafter_parameters=drafter_parameters,
         data_bytes=4 * all_tokens,
         cache_bytes=cache_bytes(all_tokens, width, num_features, target_precision),
+        num_checkpoints=1 + max(1, len(recipe.logging.epochs_kept(num_steps, steps_per_epoch))),
+        checkpoint_bytes=CHECKPOINT_BYTES * drafter_parameters,
         target_bytes=target_parameters * target_precision // target_shards,
         drafter_bytes=drafter_parameters * (4 if precision == 4 else 4 + precision) // drafter_shards,
         optimizer_bytes=drafter_parameters * 12 // drafter_shards,

@@ -45,6 +45,9 @@ from blockdraft.verification import RULES
 SUMS = ("numerator", "denominator", "num_blocks", *RULES, "stop")
 """What a step adds up over its batches and processes; the last says how many were asked to stop."""
 
+CHECKPOINT_BYTES = 12
+"""What a checkpoint takes on disk for each weight: the weight and two moments, in float32."""
+
 STOP_STEPS = 16
 """A step is read at least so often, so that processes which were asked to stop do so soon."""
 
@@ -339,14 +342,11 @@ class Trainer:
         self.step, self.best_step, self.best_length = state["step"], state["best_step"], state["best_length"]
 
     def _kept_steps(self) -> frozenset[int]:
-        if not self.recipe.logging.keep_epoch_checkpoints:
-            return frozenset()
-        per_epoch = self.sampler.steps_per_epoch
-        return frozenset({*range(per_epoch, self.num_steps, per_epoch), self.num_steps})
+        return self.recipe.logging.epochs_kept(self.num_steps, self.sampler.steps_per_epoch)
 
     def _refuse_full_disk(self) -> None:
-        """Raise if the checkpoints that will stand side by side have no room: weights and two moments in float32."""
-        each = 12 * sum(parameter.numel() for parameter in self.drafter.parameters())
+        """Raise if the checkpoints that will stand side by side have no room."""
+        each = CHECKPOINT_BYTES * sum(parameter.numel() for parameter in self.drafter.parameters())
         there = len(self.run.checkpoints())
         at_once = 3 + len(self._kept_steps())  # the last, the best, the one that is being written, and those to keep
         refuse_full_disk(self.run.folder, each * max(1, at_once - there), "the checkpoints")
