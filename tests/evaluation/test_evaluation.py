@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from blockdraft.cli.evaluate import show_results
 from blockdraft.data import Prompt, read_completions
 from blockdraft.decoding import RoundCosts, generate
 from blockdraft.evaluation import (
@@ -339,6 +340,28 @@ def test_drafters_may_be_added_to_an_evaluation_and_none_may_leave_it(tmp_path):
     assert len({key_of(line) for line in lines_of(tmp_path / "grown")}) == len(lines_of(tmp_path / "grown"))
     with pytest.raises(EvaluationError, match="drafters differ"):
         evaluate(target, {"b": drafters["b"]}, tmp_path / "grown", protocol, tasks(2))
+
+
+def test_draft_temperatures_may_be_added_to_an_evaluation_and_none_may_leave_it(tmp_path, capsys):
+    target = bigram_target(eos=EOS)
+    drafters = {"sure": sharpened_drafter(target, 2.0)}  # best at 2, which undoes the power
+    protocol = replace(LEAST, draft_temperatures=(1.0, 1.5))
+    first = evaluate(target, drafters, tmp_path, protocol, tasks(2))
+    before = lines_of(tmp_path)
+    grown = evaluate(target, drafters, tmp_path, replace(protocol, draft_temperatures=(1.0, 1.5, 2.0, 3.0)), tasks(2))
+    (narrow,), (wide,) = first.drafters, grown.drafters
+    assert (narrow.best_draft_temperature["block"], narrow.edge_of_grid("block")) == (1.5, "highest")
+    assert (wide.best_draft_temperature["block"], wide.edge_of_grid("block")) == (2.0, None)
+    added = lines_of(tmp_path)[len(before) :]
+    assert lines_of(tmp_path)[: len(before)] == before
+    assert {key_of(line)[1:] for line in added} == {("sure", "block", 2.0)}  # the new best one, and nothing twice
+    with pytest.raises(EvaluationError, match="draft_temperatures differ"):
+        evaluate(target, drafters, tmp_path, protocol, tasks(2))
+    capsys.readouterr()
+    show_results(first)
+    assert "sure, block: the best draft temperature, 1.5, is the highest that was tried" in capsys.readouterr().err
+    show_results(grown)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_drafter_with_longer_blocks_is_refused_before_anything_is_changed(tmp_path):

@@ -203,6 +203,21 @@ def test_two_drafters_that_are_each_others_baselines_are_compared_once(tmp_path)
     assert pairs == [("DFlash LK", "DFlash CE"), ("DFlash BV", "DFlash CE"), ("DFlash BV", "DFlash LK")]
 
 
+def test_captions_say_where_the_best_draft_temperature_is_at_an_end_of_its_grid(found, tmp_path):
+    assert not [name for name, table in found.items() if "that was tried" in table.caption]
+    made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV")))  # best at 0.8 and 0.6
+    ce, bv = made.drafters
+    low = bv.model_copy(update={"temperatures": bv.temperatures[1:]})
+    high = ce.model_copy(update={"temperatures": ce.temperatures[:3]})
+    folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": [high, low]}))
+    said = (
+        "The best draft temperature is the highest that was tried for DFlash CE (token and block verification); the "
+        "lowest that was tried for DFlash BV (token and block verification), so one beyond may be better."
+    )
+    captions = {table.name: table.caption for table in tables(read_evaluations([folder]))}
+    assert {name for name, caption in captions.items() if said in caption} == {"best-temperature", "lengths"}
+
+
 def test_one_hot(found):
     table = found["one-hot"]
     assert table.columns[0].heads == ("T=1 (block verification)", "DFlash", "τ predicted")

@@ -84,7 +84,7 @@ def evaluate(
             metavar="X",
             callback=finite,
             help="The draft temperatures among which the best one is sought.",
-            show_default="0.3 to 1.2",
+            show_default="0.1 to 1.2",
         ),
     ] = None,
     num_proposals: NumProposals = None,
@@ -194,6 +194,16 @@ def show_results(results: "Results") -> None:
             f"{each.whole_block_rate:.1%}", *interval(each.speedup, "x"),
         )  # fmt: skip
     _print_whole(table)
+    for about in results.drafters:
+        for rule in about.best_draft_temperature:
+            edge = about.edge_of_grid(rule)
+            if edge is not None:
+                best = f"{about.best_draft_temperature[rule]:g}"
+                print(
+                    f"{about.name}, {rule}: the best draft temperature, {best}, is the {edge} that was tried, so one "
+                    "beyond may be better",
+                    file=sys.stderr,
+                )
 
 
 def _show_table(table: "Table") -> None:

@@ -1,6 +1,7 @@
 """Run an evaluation in its folder: texts of the target, predictions from them, decoding, results.
 
-out/plan.json              what this evaluation is; another one is refused, but drafters may be added
+out/plan.json              what this evaluation is; another one is refused, but drafters and draft temperatures may be
+                           added
 out/texts/KIND/NNN         the target's own responses, greedy and sampled, in data folders of up to 128 prompts
 out/predictions/*.json     expected rounds on them, by drafter (its fingerprint) and data folder
 out/proposals.json         how many tokens each drafter proposes, if that is chosen for speed
@@ -151,7 +152,7 @@ class Evaluation:
     # What this evaluation is
 
     def _keep_plan(self) -> None:
-        """Write the plan, which may add drafters to the one that is there; any other difference is refused."""
+        """Write the plan, which may add drafters and draft temperatures to the one that is there, and no more."""
         protocol = self.protocol
         plan = EvaluationPlan(
             target=fingerprint(self.target), drafters={each.name: each.fingerprint for each in self.candidates},

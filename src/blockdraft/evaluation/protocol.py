@@ -15,7 +15,7 @@ PLAN = "plan.json"
 AUTOREGRESSIVE = "autoregressive"
 """What decoding without a drafter is called."""
 
-GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 ONE_HOT = 0.0
 """The draft temperature at which a drafter proposes its argmax, and q is one-hot."""
 
@@ -173,7 +173,7 @@ class Protocol:
 class EvaluationPlan(Strict):
     """States everything that decides what an evaluation measures: ``plan.json``.
 
-    A folder holds one plan, to which drafters may be added.
+    A folder holds one plan, to which drafters and draft temperatures may be added.
 
     target, drafters: fingerprints of the weights, the drafters' by name.
     draft_temperatures: the grid, the target's own temperature in it.
@@ -193,8 +193,9 @@ class EvaluationPlan(Strict):
     num_decoded: int | None = None
 
     def differences(self, other: "EvaluationPlan") -> list[str]:
-        """Return the names of the fields that differ; drafters that the other plan adds are no difference."""
-        mine = self.model_copy(update={"drafters": other.drafters | self.drafters})
+        """Return the names of the fields that differ; what the other plan adds that may be added is no difference."""
+        grid = sorted({*self.draft_temperatures, *other.draft_temperatures})
+        mine = self.model_copy(update={"drafters": other.drafters | self.drafters, "draft_temperatures": grid})
         return [name for name in type(self).model_fields if getattr(mine, name) != getattr(other, name)]
 
     def refuse_another(self, folder: Path) -> None:
@@ -205,7 +206,7 @@ class EvaluationPlan(Strict):
             if wrong:
                 raise EvaluationError(
                     f"{folder} holds another evaluation: {', '.join(wrong)} differ. Choose another --out; only "
-                    "drafters may be added"
+                    "drafters and draft temperatures may be added"
                 )
             return
         parts = [name for name in ("texts", "predictions", "records", "results.json") if (folder / name).exists()]

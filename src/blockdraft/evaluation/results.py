@@ -139,6 +139,14 @@ class DrafterAbout(Strict):
     lengths_by_proposals: dict[Rule, list[float]] = {}
     proposal_choice: ProposalChoice | None = None
 
+    def edge_of_grid(self, rule: str) -> Literal["lowest", "highest"] | None:
+        """Tell whether the best draft temperature is at an end of its grid, so that one beyond may be better."""
+        tried = [point.draft_temperature for point in self.temperatures]
+        best = self.best_draft_temperature.get(rule)
+        if len(tried) < 2 or best not in (min(tried), max(tried)):
+            return None
+        return "lowest" if best == min(tried) else "highest"
+
 
 class Cell(Strict):
     """Holds what was measured of one drafter under one rule and draft temperature on one task.

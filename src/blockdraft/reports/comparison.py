@@ -28,7 +28,7 @@ from blockdraft.evaluation.results import (
     read_results,
     read_traces,
 )
-from blockdraft.verification import Rule
+from blockdraft.verification import RULES, Rule
 
 KINDS = {"dflash": "DFlash", "dspark": "DSpark"}
 GROUPS = {"math": "Math", "code": "Code", "chat": "Chat"}
@@ -314,6 +314,22 @@ class Comparison:
             return f"Evaluated checkpoints: {CHECKPOINTS[next(iter(found))]}."
         listed = "; ".join(f"{CHECKPOINTS[which]} ({', '.join(names)})" for which, names in found.items())
         return f"Evaluated checkpoints: {listed}."
+
+    def edges(self, entries: Sequence[Entry] | None = None) -> str:
+        """Say where the best draft temperature of drafters, these or all, is the lowest or highest that was tried.
+
+        This is a sentence for captions, behind a space; nothing if there is none.
+        """
+        entries = self.entries if entries is None else entries
+        found: dict[str, list[str]] = {}
+        for entry in entries:
+            target = "" if all(e.target == entry.target for e in entries) else f"{entry.target} "
+            for edge in ("lowest", "highest"):
+                rules = [rule for rule in RULES if entry.about.edge_of_grid(rule) == edge]
+                if rules:
+                    found.setdefault(edge, []).append(f"{target}{entry.title} ({' and '.join(rules)} verification)")
+        listed = "; ".join(f"the {edge} that was tried for {', '.join(names)}" for edge, names in found.items())
+        return f" The best draft temperature is {listed}, so one beyond may be better." if listed else ""
 
     def autoregressive(self, target: str, rule: Rule) -> dict[str, Spent]:
         """Return the time of decoding without a drafter, for every evaluation of a target, by a name for its row."""

@@ -147,7 +147,7 @@ def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Draw
     title = f"Draft temperature, {target}"
     caption = (
         "Acceptance length predicted from the target's own texts, mean over the tasks. A ring marks the best "
-        "temperature tried." + (" Open markers at 0 are argmax drafts." if argmax else "")
+        "temperature tried." + (" Open markers at 0 are argmax drafts." if argmax else "") + comparison.edges(entries)
     )
     return Drawing(f"temperature-{comparison.file_name(target)}", title, caption, figure)
 

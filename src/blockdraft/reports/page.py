@@ -269,7 +269,7 @@ def _drafters(comparison: Comparison) -> Table:
         rows.append(TableRow((entry.target, entry.kind, entry.label), values))
     heads = ("Parameters", "Layers", "Proposals", "Step", "Best draft T", "Path")
     columns = tuple(Column((head,), head.lower()) for head in heads)
-    caption = "Step and path tell which checkpoint of a run was evaluated."
+    caption = f"Step and path tell which checkpoint of a run was evaluated.{comparison.edges()}"
     return Table("drafters", "Drafters", caption, ("Target", "Drafter", "Loss"), columns, tuple(rows))
 
 

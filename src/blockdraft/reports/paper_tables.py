@@ -160,7 +160,7 @@ def best_temperature_table(comparison: Comparison) -> Table:
     columns, rows = _losses_by_drafters(comparison, ("block", "token"), "best", (DRAFT_TEMPERATURE, TAU, SPEEDUP))
     caption = (
         "Each drafter at the draft temperature where its predicted acceptance length is largest. "
-        f"{comparison.evaluated()} {COUNTED} {BEST}"
+        f"{comparison.evaluated()} {COUNTED} {BEST}{comparison.edges()}"
     )
     return Table("best-temperature", "Best draft temperature", caption, ("Target", "Loss"), columns, rows)
 
@@ -283,7 +283,7 @@ def lengths_table(comparison: Comparison) -> Table:
     caption = (
         f"Means over the tasks with 95% intervals ({comparison.interval_basis}). {comparison.evaluated()} Predicted: "
         "from the target's own texts, without the luck of decoding. Drafts only: without correction and bonus tokens. "
-        "Whole blocks: rounds that kept every proposal."
+        f"Whole blocks: rounds that kept every proposal.{comparison.edges()}"
     )
     columns = tuple(metric.column(()) for metric in LENGTHS)
     labels = ("Target", "Setting", "Drafter", "Loss")

@@ -56,7 +56,7 @@ class StudyEvaluation(Section):
         ["greedy", "token", "block"], min_length=1, description="verification rules"
     )
     draft_temperatures: list[Annotated[float, Field(gt=0)]] | None = Field(
-        None, min_length=1, description="grid for the best draft temperature; null is 0.3 to 1.2, [1] only the paper's"
+        None, min_length=1, description="grid for the best draft temperature; null is 0.1 to 1.2, [1] only the paper's"
     )
     checkpoint: Literal["last", "best"] = Field("last", description="the paper evaluates the last checkpoint")
     num_traces: int = Field(2, ge=0, description="prompts of each task for the report's block explorer")
