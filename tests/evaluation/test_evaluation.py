@@ -357,6 +357,11 @@ def test_draft_temperatures_may_be_added_to_an_evaluation_and_none_may_leave_it(
     assert {key_of(line)[1:] for line in added} == {("sure", "block", 2.0)}  # the new best one, and nothing twice
     with pytest.raises(EvaluationError, match="draft_temperatures differ"):
         evaluate(target, drafters, tmp_path, protocol, tasks(2))
+    wider = replace(protocol, draft_temperatures=(1.0, 1.5, 2.0, 3.0))
+    argmax = evaluate(target, drafters, tmp_path, replace(wider, one_hot=True), tasks(2))
+    assert {each.choice for each in argmax.averages} == {"paper", "best", "one-hot"}
+    with pytest.raises(EvaluationError, match="argmax drafts differ"):
+        evaluate(target, drafters, tmp_path, wider, tasks(2))
     capsys.readouterr()
     show_results(first)
     assert "sure, block: the best draft temperature, 1.5, is the highest that was tried" in capsys.readouterr().err

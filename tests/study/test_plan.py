@@ -136,6 +136,15 @@ def test_the_papers_draft_temperature_alone_is_decoded_if_the_grid_has_no_other(
         load_study(tmp_path / "s.yaml", ["evaluation.draft_temperatures=[0]"])
 
 
+def test_argmax_drafts_may_be_left_out(tmp_path):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml"), tmp_path / "out")
+    assert "--no-argmax-drafts" not in study.evaluation_job("pocket", 1).arguments
+    study = Study(load_study(tmp_path / "s.yaml", ["evaluation.argmax_drafts=false"]), tmp_path / "out")
+    assert "--no-argmax-drafts" in study.evaluation_job("pocket", 1).arguments
+    assert answers_to_decode(study).num == 2 + 1 + 2 * 2 * 2  # the paper's draft temperature, and the best one
+
+
 def test_targets_that_differ_only_in_training_share_their_texts_and_features(tmp_path):
     recipe = load_study("pocket-budgets")
     study = Study(recipe, tmp_path)

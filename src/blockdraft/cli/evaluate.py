@@ -87,6 +87,13 @@ def evaluate(
             show_default="0.1 to 1.2",
         ),
     ] = None,
+    argmax_drafts: Annotated[
+        bool,
+        typer.Option(
+            "--argmax-drafts/--no-argmax-drafts",
+            help="Also measure argmax drafts under token and block verification, as serving engines draft by default.",
+        ),
+    ] = True,
     num_proposals: NumProposals = None,
     baseline: Annotated[
         list[str] | None,
@@ -126,7 +133,7 @@ def evaluate(
     protocol = Protocol(
         rules=as_rules([str(rule) for rule in rules or RuleName]), temperature=temperature,
         max_new_tokens=max_new_tokens, seed=seed, num_traces=num_traces, dynamics_texts=dynamics_texts,
-        draft_temperatures=tuple(draft_temperatures) if draft_temperatures else GRID,
+        draft_temperatures=tuple(draft_temperatures) if draft_temperatures else GRID, one_hot=argmax_drafts,
         num_proposals=as_num_proposals(num_proposals), num_decoded=num_decoded, baselines=tuple(baseline or ()),
     )  # fmt: skip
     chosen = load_tasks(tasks, folder=prompts, num_prompts=num_prompts, seed=seed)

@@ -88,7 +88,8 @@ class Protocol:
         for each in self.draft_temperatures:
             if not 0 < each < math.inf:
                 raise EvaluationError(
-                    f"draft temperatures must be above 0 and finite, got {each:g}; argmax drafts are measured anyway"
+                    f"draft temperatures must be above 0 and finite, got {each:g}; argmax drafts are "
+                    "measured anyway, unless they are left out"
                 )
         if self.num_decoded is not None and self.num_decoded < 1:
             raise EvaluationError("at least one prompt of each task must be decoded")
@@ -173,7 +174,7 @@ class Protocol:
 class EvaluationPlan(Strict):
     """States everything that decides what an evaluation measures: ``plan.json``.
 
-    A folder holds one plan, to which drafters and draft temperatures may be added.
+    A folder holds one plan, to which drafters and draft temperatures may be added, 0 (argmax drafts) among them.
 
     target, drafters: fingerprints of the weights, the drafters' by name.
     draft_temperatures: the grid, the target's own temperature in it.
@@ -193,10 +194,15 @@ class EvaluationPlan(Strict):
     num_decoded: int | None = None
 
     def differences(self, other: "EvaluationPlan") -> list[str]:
-        """Return the names of the fields that differ; what the other plan adds that may be added is no difference."""
-        grid = sorted({*self.draft_temperatures, *other.draft_temperatures})
-        mine = self.model_copy(update={"drafters": other.drafters | self.drafters, "draft_temperatures": grid})
-        return [name for name in type(self).model_fields if getattr(mine, name) != getattr(other, name)]
+        """Return what differs, by name; what the other plan adds that may be added is no difference."""
+        grown = {
+            "drafters": other.drafters | self.drafters,
+            "draft_temperatures": sorted({*self.draft_temperatures, *other.draft_temperatures}),
+            "one_hot": self.one_hot or other.one_hot,
+        }
+        mine = self.model_copy(update=grown)
+        found = [name for name in type(self).model_fields if getattr(mine, name) != getattr(other, name)]
+        return ["argmax drafts" if name == "one_hot" else name for name in found]
 
     def refuse_another(self, folder: Path) -> None:
         """Raise if a folder holds another evaluation, or parts of one without a plan."""

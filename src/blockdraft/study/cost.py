@@ -79,7 +79,8 @@ def answers_to_decode(study: Study) -> Answers:
     asked, assumed = study.recipe.evaluation, study.recipe.hardware
     pairs = study.evaluations_left()
     counts = count_prompts(asked.tasks, asked.num_prompts) if pairs else []
-    protocol = Protocol(rules=tuple(asked.rules), draft_temperatures=tuple(asked.draft_temperatures or GRID))
+    grid = tuple(asked.draft_temperatures or GRID)
+    protocol = Protocol(rules=tuple(asked.rules), draft_temperatures=grid, one_hot=asked.argmax_drafts)
     best: dict[str, float] = dict.fromkeys(protocol.sampled_rules, -1.0)  # not the paper's: the most setups
     if len(protocol.grid) == 1:
         best = dict.fromkeys(protocol.sampled_rules, protocol.temperature)

@@ -58,6 +58,9 @@ class StudyEvaluation(Section):
     draft_temperatures: list[Annotated[float, Field(gt=0)]] | None = Field(
         None, min_length=1, description="grid for the best draft temperature; null is 0.1 to 1.2, [1] only the paper's"
     )
+    argmax_drafts: bool = Field(
+        True, description="whether argmax drafts are measured as well, as serving engines draft by default"
+    )
     checkpoint: Literal["last", "best"] = Field("last", description="the paper evaluates the last checkpoint")
     num_traces: int = Field(2, ge=0, description="prompts of each task for the report's block explorer")
     dynamics_texts: int = Field(0, ge=0, description="training texts for the figure of training dynamics")
