@@ -21,6 +21,8 @@ from blockdraft.evaluation import (
     read_traces,
 )
 from blockdraft.evaluation.metrics import profile
+from blockdraft.export.card import evaluated
+from blockdraft.reports import write_report
 
 from evaluating import (
     FEW,
@@ -124,6 +126,46 @@ def test_predictions_use_all_prompts_where_only_some_are_decoded(tmp_path):
         assert ours.acceptance_length.low <= ours.acceptance_length.value <= ours.acceptance_length.high
     with pytest.raises(EvaluationError, match="num_decoded differ"):
         Evaluation(target, given, tasks(4), protocol, tmp_path / "some").run()
+
+
+def test_lengths_are_predicted_and_nothing_is_decoded_if_no_prompt_is_to_be(tmp_path, capsys):
+    target = bigram_target(eos=EOS)
+    drafters = {"sure": sharpened_drafter(target), "unsure": sharpened_drafter(target, 0.6)}
+    protocol = replace(FEW, num_traces=0)
+    whole = evaluate(target, drafters, tmp_path / "whole", protocol, tasks(2))
+    only = evaluate(target, drafters, tmp_path / "only", replace(protocol, num_decoded=0), tasks(2))
+    assert not (tmp_path / "only" / "records").exists()
+    assert {each.decoded_prompts for each in only.tasks} == {0}
+    for ours, theirs in zip(only.averages, whole.averages, strict=True):
+        assert (ours.choice, ours.predicted_length) == (theirs.choice, theirs.predicted_length)
+        assert (ours.acceptance_length, ours.speedup, ours.whole_block_rate) == (None, None, None)
+    for ours, theirs in zip(only.cells, whole.cells, strict=True):
+        assert (ours.task, ours.predicted_length) == (theirs.task, theirs.predicted_length)
+        assert (ours.num_generations, ours.acceptance_length, ours.retention, ours.seconds) == (0, None, [], {})
+    assert only.comparisons == [each for each in whole.comparisons if each.quantity == "predicted_length"]
+    assert [each.temperatures for each in only.drafters] == [each.temperatures for each in whole.drafters]
+    assert read_profile(tmp_path / "only").entries == []
+    with pytest.raises(EvaluationError, match="has predicted lengths only"):
+        evaluated(tmp_path / "only", drafters["sure"])
+    capsys.readouterr()
+    show_results(only)
+    shown = capsys.readouterr().out
+    assert "predicted" in shown
+    assert "measured" not in shown
+    assert "speed-up" not in shown
+    written = write_report([tmp_path / "only"], tmp_path / "report")
+    names = {table.name for table in written.tables}
+    assert {"gains", "best-temperature", "one-hot", "lengths"} <= names
+    assert not {"main", "token-verification", "seconds"} & names
+    assert not [name for name in names if name.startswith(("full", "retention"))]
+    for table in written.tables:
+        heads = {column.heads[-1] for column in table.columns}
+        assert not heads & {"τ", "τ measured", "Speed-up", "Drafts only", "Whole blocks"}
+    assert {file.stem for file in written.figure_files} == {"temperature-tiny-qwen3"}
+    assert [len(headline.findings) for headline in written.headlines] == [1]
+    page = written.page.read_text()
+    assert "Nothing was decoded: lengths are predicted from the target&#39;s own texts, and none was measured." in page
+    assert "Nothing was decoded" not in write_report([tmp_path / "whole"], tmp_path / "report").page.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -418,6 +460,7 @@ def test_a_damaged_plan_is_named(tmp_path, content):
         ({"draft_temperatures": (1.0, 0.0)}, "draft temperatures must be above 0 and finite, got 0"),
         ({"rules": ()}, "at least one verification rule"),
         ({"dynamics_blocks": 0}, "at least one block"),
+        ({"num_decoded": -1}, "cannot be negative, got -1"),
     ],
 )
 def test_protocols_that_mean_nothing(options, message):

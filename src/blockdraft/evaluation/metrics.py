@@ -233,17 +233,24 @@ class Assembly:
     ) -> tuple[dict[str, Numbers], Cell]:
         assert setup.drafter is not None
         ids = [prompt.id for prompt in self.protocol.decoded(task.prompts)]
-        resampled, of_predicted = self._bootstrap(len(ids), number), self._bootstrap(len(task.prompts), number)
+        predicted = predictions.of(task, setup.rule, setup.draft_temperature)
+        drawn = {"predicted_length": self._bootstrap(len(task.prompts), number).ratio(*predicted)}
+        if not ids:
+            return drawn, Cell(
+                drafter=setup.drafter, rule=setup.rule, choice=setup.choice, draft_temperature=setup.draft_temperature,
+                task=task.name, num_generations=0, num_rounds=0, num_tokens=0,
+                predicted_length=with_bootstrap_interval(drawn["predicted_length"]),
+            )  # fmt: skip
+        resampled = self._bootstrap(len(ids), number)
         baseline = self.protocol.baseline(setup.rule)
         sums = [Sums.of(records[each, setup.key], self.num_proposals[setup.drafter]) for each in ids]
         base = [Sums.of(records[each, baseline.key], 0) for each in ids]
         rounds = column(sums, lambda s: s.rounds)
         rate = resampled.ratio(column(sums, lambda s: s.tokens), column(sums, lambda s: s.total_seconds))
         base_rate = resampled.ratio(column(base, lambda s: s.tokens), column(base, lambda s: s.total_seconds))
-        drawn = {
+        drawn |= {
             "acceptance_length": resampled.ratio(column(sums, lambda s: s.added), rounds),
             "draft_length": resampled.ratio(column(sums, lambda s: s.accepted), rounds),
-            "predicted_length": of_predicted.ratio(*predictions.of(task, setup.rule, setup.draft_temperature)),
             "speedup": divide(rate, base_rate),
         }
         num_rounds = sum(each.rounds for each in sums)
@@ -281,7 +288,7 @@ class Assembly:
             if not any(found):
                 continue  # not measured, or the paper's setup is the best for both
             ours, theirs = (each or drawn[name, rule, "paper"] for each, name in zip(found, pair, strict=True))
-            for quantity in COMPARED_QUANTITIES:
+            for quantity in (each for each in COMPARED_QUANTITIES if each in ours[0]):
                 ratio = paired_ratio([each[quantity] for each in ours], [each[quantity] for each in theirs])
                 yield PairedRatio(
                     drafter=pair[0], baseline=pair[1], rule=rule, choice=choice, quantity=quantity, ratio=ratio
@@ -306,10 +313,10 @@ def baselines_of(candidate: Candidate, candidates: Sequence[Candidate], asked: S
 
 
 def _average(cells: Sequence[Cell], drawn: Sequence[dict[str, Numbers]]) -> Average:
-    first = cells[0]
+    first, whole = cells[0], [cell.whole_block_rate for cell in cells if cell.whole_block_rate is not None]
     return Average(
         drafter=first.drafter, rule=first.rule, choice=first.choice, draft_temperature=first.draft_temperature,
-        whole_block_rate=float(np.mean([cell.whole_block_rate for cell in cells])),
+        whole_block_rate=float(np.mean(whole)) if whole else None,
         **{name: mean_over_tasks([each[name] for each in drawn]) for name in drawn[0]},
     )  # fmt: skip
 
@@ -359,10 +366,10 @@ def learning_curve(candidate: Candidate) -> list[HeldOutPoint]:
 
 
 def profile(results: Results) -> Profile:
-    """Make the acceptance profile of an evaluation, from the cells of its results."""
+    """Make the acceptance profile of an evaluation, from the cells of its results that were decoded."""
     abouts = {each.name: each for each in results.drafters}
     entries = []
-    for average in results.averages:
+    for average in (each for each in results.averages if each.acceptance_length is not None):
         key = (average.drafter, average.rule, average.choice)
         cells = [cell for cell in results.cells if (cell.drafter, cell.rule, cell.choice) == key]
         rounds = [cell.num_rounds for cell in cells]
@@ -386,8 +393,8 @@ def _rates(cells: Sequence[Cell], weights: Sequence[int]) -> AcceptanceRates:
     if not sum(weights):
         weights = [1] * len(cells)
     marginal = np.average([cell.retention for cell in cells], 0, weights).tolist()
-    length = np.average([cell.acceptance_length.value for cell in cells], weights=weights)
+    lengths = [cell.acceptance_length.value for cell in cells if cell.acceptance_length is not None]
     return AcceptanceRates(
         marginal=marginal, conditional=conditional(marginal), draft_length=float(sum(marginal)),
-        acceptance_length=float(length),
+        acceptance_length=float(np.average(lengths, weights=weights)),
     )  # fmt: skip

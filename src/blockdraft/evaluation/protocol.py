@@ -55,8 +55,8 @@ class Protocol:
         ``"auto"`` for the number with the most predicted tokens per second on this machine, for each drafter;
         ``"adaptive"`` for a number that follows what the rounds of a text kept. Predicted lengths are then those of
         whole blocks.
-    num_decoded: prompts of each task that are also decoded, spread over the task; None for all. Predicted lengths,
-        which cost far less, always use all prompts.
+    num_decoded: prompts of each task that are also decoded, spread over the task; None for all, 0 for predicted lengths
+        alone. Predicted lengths, which cost far less, always use all prompts.
     baselines: names of the drafters that others are compared with; none for those trained with CE.
     num_traces: prompts per task for the block explorer.
     dynamics_texts, dynamics_blocks: training texts, and full blocks of each, for the figure of training dynamics;
@@ -91,8 +91,8 @@ class Protocol:
                     f"draft temperatures must be above 0 and finite, got {each:g}; argmax drafts are "
                     "measured anyway, unless they are left out"
                 )
-        if self.num_decoded is not None and self.num_decoded < 1:
-            raise EvaluationError("at least one prompt of each task must be decoded")
+        if self.num_decoded is not None and self.num_decoded < 0:
+            raise EvaluationError(f"the number of prompts to decode cannot be negative, got {self.num_decoded}")
         if self.dynamics_texts and self.dynamics_blocks < 1:
             raise EvaluationError("training dynamics need at least one block of each text")
 
@@ -108,7 +108,7 @@ class Protocol:
 
     def decoded(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts of a task that are decoded: all, or ``num_decoded`` at even distances."""
-        num = min(self.num_decoded or len(prompts), len(prompts))
+        num = len(prompts) if self.num_decoded is None else min(self.num_decoded, len(prompts))
         return [prompts[number * len(prompts) // num] for number in range(num)]
 
     def settings(self) -> dict[str, Any]:

@@ -151,6 +151,9 @@ class DrafterAbout(Strict):
 class Cell(Strict):
     """Holds what was measured of one drafter under one rule and draft temperature on one task.
 
+    If no prompt of the task was decoded, the predicted length is all that was measured: counts are 0, and the other
+    fields None or empty.
+
     choice: how the draft temperature was chosen, see `TemperatureChoice`.
     acceptance_length: tau, tokens per verification call, correction or bonus included, prefill excluded, pooled.
     draft_length: the same without correction and bonus.
@@ -169,31 +172,34 @@ class Cell(Strict):
     num_generations: int
     num_rounds: int
     num_tokens: int
-    acceptance_length: Interval
-    draft_length: Interval
-    retention: list[float]
-    conditional: list[float | None]
-    whole_block_rate: float
+    acceptance_length: Interval | None = None
+    draft_length: Interval | None = None
+    retention: list[float] = []
+    conditional: list[float | None] = []
+    whole_block_rate: float | None = None
     predicted_length: Interval
-    tokens_per_second: float
-    baseline_tokens_per_second: float
-    speedup: Interval
-    seconds: dict[str, float]
-    baseline_seconds: dict[str, float]
+    tokens_per_second: float | None = None
+    baseline_tokens_per_second: float | None = None
+    speedup: Interval | None = None
+    seconds: dict[str, float] = {}
+    baseline_seconds: dict[str, float] = {}
 
 
 class Average(Strict):
-    """Holds means over the tasks with equal weight, of the cells of one drafter, rule and choice."""
+    """Holds means over the tasks with equal weight, of the cells of one drafter, rule and choice.
+
+    Only the predicted length is there if nothing was decoded.
+    """
 
     drafter: str
     rule: Rule
     choice: TemperatureChoice
     draft_temperature: float
-    acceptance_length: Interval
-    draft_length: Interval
-    whole_block_rate: float
+    acceptance_length: Interval | None = None
+    draft_length: Interval | None = None
+    whole_block_rate: float | None = None
     predicted_length: Interval
-    speedup: Interval
+    speedup: Interval | None = None
 
 
 class PairedRatio(Strict):

@@ -181,13 +181,13 @@ class Entry:
         return place, self.label
 
     def cells(self, rule: Rule, choice: TemperatureChoice) -> list[Cell]:
-        """Return its measurements under one rule, a cell for each task."""
+        """Return what was measured of it in decoding under one rule, a cell for each task."""
         name = self.about.name
         found = self.evaluation.results.cells
-        return [c for c in found if (c.drafter, c.rule, c.choice) == (name, rule, choice)]
+        return [c for c in found if (c.drafter, c.rule, c.choice) == (name, rule, choice) and c.num_generations]
 
     def cell(self, rule: Rule, choice: TemperatureChoice, task: str) -> Cell | None:
-        """Return its measurement on one task, if there is one."""
+        """Return what was measured of it on one task, if there is anything."""
         return next((c for c in self.cells(rule, choice) if c.task == task), None)
 
     def average(self, rule: Rule, choice: TemperatureChoice) -> Average | None:
@@ -212,7 +212,7 @@ class Entry:
     def baseline_spent(self, rule: Rule) -> Spent:
         """Return the time of decoding without a drafter on the same tasks; its tokens follow from its speed."""
         cells = self.cells(rule, "paper")
-        tokens = sum(c.baseline_tokens_per_second * sum(c.baseline_seconds.values()) for c in cells)
+        tokens = sum((c.baseline_tokens_per_second or 0.0) * sum(c.baseline_seconds.values()) for c in cells)
         return Spent.pooled((c.baseline_seconds for c in cells), tokens)
 
     def over(self, other: "Entry", rule: Rule, choice: TemperatureChoice, what: Quantity) -> Interval | None:
@@ -338,6 +338,14 @@ class Comparison:
             f"Autoregressive ({name})" if len(first) > 1 else "Autoregressive": entry.baseline_spent(rule)
             for name, entry in reversed(first.items())
         }
+
+    @cached_property
+    def undecoded(self) -> list[str]:
+        """Say of which evaluations nothing was decoded, if there are any."""
+        found = [e.name for e in self.evaluations if not any(task.decoded_prompts for task in e.results.tasks)]
+        which = "" if len(found) == len(self.evaluations) else f" in {', '.join(found)}"
+        said = f"Nothing was decoded{which}: lengths are predicted from the target's own texts, and none was measured."
+        return [f"{said} Neither were speed-ups."] if found else []
 
     @cached_property
     def differences(self) -> list[str]:

@@ -46,7 +46,7 @@ def tasks_figure(comparison: Comparison, target: str, look: Look) -> Drawing | N
             for number, entry in enumerate(members):
                 shift = (number - (len(members) - 1) / 2) * min(0.25, 0.75 / len(members))
                 found = [(i, entry.cell(rule, "paper", name)) for i, name in enumerate(names)]
-                points = [(i + shift, cell.acceptance_length) for i, cell in found if cell is not None]
+                points = [(i + shift, c.acceptance_length) for i, c in found if c and c.acceptance_length]
                 values = [e.value for _, e in points]
                 spread = [[e.value - e.low for _, e in points], [e.high - e.value for _, e in points]]
                 style = look(entry)

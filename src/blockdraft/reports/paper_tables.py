@@ -1,12 +1,12 @@
 """Make the paper's tables, and a few more, from whatever was evaluated.
 
-What was not measured is an en dash; a table with nothing to show is left out. The paper's layouts are those of
-`main`, `token_verification`, `annealing`, `full` for each target, and `objectives`. As in the paper, BV without
+What was not measured is an en dash; a column or table with nothing to show is left out. The paper's layouts are those
+of `main`, `token_verification`, `annealing`, `full` for each target, and `objectives`. As in the paper, BV without
 annealing is a row of `annealing` and of no other of these.
 """
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from blockdraft.evaluation.candidates import THEN, TITLES
@@ -118,7 +118,8 @@ def tables(comparison: Comparison) -> list[Table]:
     found.append(objectives_table(comparison))
     found += [retention_table(comparison, target) for target in comparison.targets]
     found += [lengths_table(comparison), seconds_table(comparison)]
-    return [table for table in found if any(v != MISSING for row in table.rows for v in row.values)]
+    shown = (_without_empty_columns(table) for table in found)
+    return [table for table in shown if table.columns]
 
 
 def main_table(comparison: Comparison) -> Table:
@@ -157,7 +158,8 @@ def gains_table(comparison: Comparison) -> Table:
 
 def best_temperature_table(comparison: Comparison) -> Table:
     """Show the main quantities at the draft temperature that suits each drafter best."""
-    columns, rows = _losses_by_drafters(comparison, ("block", "token"), "best", (DRAFT_TEMPERATURE, TAU, SPEEDUP))
+    metrics = (DRAFT_TEMPERATURE, PREDICTED, TAU, SPEEDUP)
+    columns, rows = _losses_by_drafters(comparison, ("block", "token"), "best", metrics)
     caption = (
         "Each drafter at the draft temperature where its predicted acceptance length is largest. "
         f"{comparison.evaluated()} {COUNTED} {BEST}{comparison.edges()}"
@@ -316,6 +318,13 @@ def seconds_table(comparison: Comparison) -> Table:
     caption = "Seconds, summed over all generations of all tasks, beside autoregressive decoding in the same run."
     labels = ("Target", "Setting", "Drafter", "Loss")
     return Table("seconds", "Seconds by phase", caption, labels, tuple(columns), tuple(rows))
+
+
+def _without_empty_columns(table: Table) -> Table:
+    """Return a table without the columns in which nothing was measured."""
+    kept = [i for i in range(len(table.columns)) if any(row.values[i] != MISSING for row in table.rows)]
+    rows = (replace(row, values=tuple(row.values[i] for i in kept)) for row in table.rows)
+    return replace(table, columns=tuple(table.columns[i] for i in kept), rows=tuple(rows))
 
 
 def _ablation(comparison: Comparison) -> list[Entry]:

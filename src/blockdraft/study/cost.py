@@ -92,7 +92,8 @@ def answers_to_decode(study: Study) -> Answers:
         if not evaluated:
             setups += len({protocol.baseline(rule) for rule in protocol.rules})
             texts = len(protocol.text_kinds) * sum(counts)
-        decoded = setups * sum(min(asked.num_decoded or count, count) for count in counts)
+        per_task = max(counts, default=0) if asked.num_decoded is None else asked.num_decoded
+        decoded = setups * sum(min(per_task, count) for count in counts)
         num += texts + decoded
         seconds += asked.max_new_tokens * (texts / assumed.sampling_rate + decoded / assumed.decoding_rate)
     return Answers(num, seconds / assumed.devices / 3600)

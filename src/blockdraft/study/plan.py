@@ -49,7 +49,7 @@ class StudyEvaluation(Section):
     prompts: Path | None = Field(None, description="a folder with NAME.jsonl for the benchmarks; null is the Hub")
     num_prompts: int | None = Field(None, ge=1, description="prompts of each task; null is as many as the paper's")
     num_decoded: int | None = Field(
-        None, ge=1, description="of these, prompts that are also decoded; null is all. Predicted lengths use all"
+        None, ge=0, description="of these, prompts that are also decoded; null is all. Predicted lengths use all"
     )
     max_new_tokens: int = Field(256, ge=2, description="longest answer")
     rules: list[Literal["greedy", "token", "block"]] = Field(
