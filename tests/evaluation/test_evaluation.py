@@ -20,7 +20,9 @@ from blockdraft.evaluation import (
     read_results,
     read_traces,
 )
-from blockdraft.evaluation.metrics import profile
+from blockdraft.evaluation.metrics import DecodedPrompt, Records, profile
+from blockdraft.evaluation.protocol import DecodingSetup
+from blockdraft.evaluation.results import SpeedSettings
 from blockdraft.export.card import evaluated
 from blockdraft.reports import write_report
 
@@ -382,6 +384,69 @@ def test_drafters_may_be_added_to_an_evaluation_and_none_may_leave_it(tmp_path):
     assert len({key_of(line) for line in lines_of(tmp_path / "grown")}) == len(lines_of(tmp_path / "grown"))
     with pytest.raises(EvaluationError, match="drafters differ"):
         evaluate(target, {"b": drafters["b"]}, tmp_path / "grown", protocol, tasks(2))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_drafter_is_compared_with_what_was_decoded_in_the_same_speed_settings(tmp_path, monkeypatch, recorded):
+    """Also where an earlier version began, which recorded none; and what is there is not decoded again."""
+    target = tiny_target(dtype=torch.float32)
+    protocol = replace(LEAST, num_traces=0)
+    drafters = {"a": tiny_drafter("dflash", target)}
+    file = tmp_path / "records" / "0.jsonl"
+    first = evaluate(target, drafters, tmp_path, protocol, tasks(2))
+    if not recorded:
+        stripped = [json.dumps({k: v for k, v in line.items() if k != "speed_settings"}) for line in lines_of(tmp_path)]
+        file.write_text("".join(f"{line}\n" for line in stripped))
+    before, num_threads = file.read_text(), torch.get_num_threads()
+    assert evaluate(target, drafters, tmp_path, protocol, tasks(2)).averages == first.averages
+    assert file.read_text() == before
+    monkeypatch.setattr("torch.get_num_threads", lambda: 64)
+    drafters["b"] = tiny_drafter("dspark", target)
+    grown = evaluate(target, drafters, tmp_path, protocol, tasks(2))
+    added = [json.loads(line) for line in file.read_text().removeprefix(before).splitlines()]
+    assert len(added) == 2 * 3
+    assert {(line["drafter"], line["speed_settings"]["threads"]) for line in added} == {(None, 64), ("b", 64)}
+    own, other = ({cell.task: cell for cell in cells(grown, drafter=name, choice="paper")} for name in ("a", "b"))
+    for cell in cells(first, drafter="a", choice="paper"):
+        seconds = sum(
+            sum(turn["seconds"].values())
+            for line in added
+            for turn in line["turns"]
+            if line["drafter"] is None and line["prompt"].startswith(f"{cell.task}/")
+        )
+        assert own[cell.task].speedup == cell.speedup
+        assert sum(other[cell.task].baseline_seconds.values()) == pytest.approx(seconds)
+    settings = {each.name: [found.threads for found in each.speed_settings] for each in grown.drafters}
+    assert settings == {"a": [num_threads] * recorded, "b": [64]}
+    after = file.read_text()
+    monkeypatch.undo()
+    assert evaluate(target, drafters, tmp_path, protocol, tasks(2)).averages == grown.averages
+    assert file.read_text() == after  # both have theirs
+    written = write_report([tmp_path], tmp_path / "report")
+    page = written.page.read_text()
+    assert "Drafters of" in page
+    assert "were timed in several ways" in page
+    (seconds,) = [table for table in written.tables if table.name == "seconds"]
+    names = {row.labels[2] for row in seconds.rows if row.labels[2].startswith("Autoregressive")}
+    assert names == {"Autoregressive (beside DFlash a)", "Autoregressive (beside DSpark b)"}
+
+
+def test_an_answer_that_was_left_without_its_baseline_is_decoded_again_in_other_speed_settings():
+    def line(drafter, threads):
+        settings = SpeedSettings(num_processes=1, threads=threads, device="cpu", dtype="float32", processor="it")
+        return DecodedPrompt(
+            prompt="p", drafter=drafter, rule="block", draft_temperature=1.0, turns=[], speed_settings=settings
+        )
+
+    a, base = DecodingSetup("a", "block", 1.0), DecodingSetup(None, "block", 1.0)
+    one, two = line("a", 1).speed_settings, line("a", 2).speed_settings
+    stopped = Records([line("a", 1)], LEAST)
+    assert stopped.pair("p", a) is None
+    assert stopped.missing("p", [base, a], one) == [base]
+    assert stopped.missing("p", [base, a], two) == [base, a]
+    resumed = Records([line("a", 1), line(None, 2), line("a", 2)], LEAST)
+    assert [each.speed_settings for each in resumed.pair("p", a)] == [two, two]
+    assert resumed.missing("p", [base, a], one) == []
 
 
 def test_draft_temperatures_may_be_added_to_an_evaluation_and_none_may_leave_it(tmp_path, capsys):

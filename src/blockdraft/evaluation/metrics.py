@@ -1,6 +1,6 @@
 """Turn generations into numbers: pooled per task, averaged over tasks, with intervals by bootstrap over prompts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,6 +26,7 @@ from blockdraft.evaluation.results import (
     ProfileEntry,
     Quantity,
     Results,
+    SpeedSettings,
     Strict,
     TemperatureChoice,
     best_temperature,
@@ -73,7 +74,7 @@ class GenerationRecord(Strict):
 class DecodedPrompt(Strict):
     """Holds all turns of a prompt, decoded in one way: a line of ``records/*.jsonl``.
 
-    drafter: None is autoregressive.
+    drafter: None is autoregressive. speed_settings: None if an earlier version of blockdraft decoded it.
     """
 
     prompt: str
@@ -81,6 +82,7 @@ class DecodedPrompt(Strict):
     rule: Rule
     draft_temperature: float
     turns: list[GenerationRecord]
+    speed_settings: SpeedSettings | None = None
 
     @property
     def key(self) -> tuple[str | None, Rule, float]:
@@ -113,8 +115,34 @@ class RecordFiles:
                     ) from error
 
 
-Records = Mapping[tuple[str, tuple[str | None, Rule, float]], list[GenerationRecord]]
-"""The turns of a prompt, by its id and the key of a `DecodingSetup`."""
+class Records:
+    """Pairs the answers of drafters with autoregressive ones that were decoded with the same speed settings.
+
+    Only those can be compared. An answer of a drafter that has none beside it counts for nothing: whatever decoded it
+    was stopped before, and went on with other settings.
+    """
+
+    def __init__(self, lines: Iterable[DecodedPrompt], protocol: Protocol) -> None:
+        self.protocol = protocol
+        self._lines = {(line.prompt, line.key, line.speed_settings): line for line in lines}
+        self._settings: dict[tuple[str, tuple[str | None, Rule, float]], list[SpeedSettings | None]] = {}
+        for prompt, key, settings in self._lines:
+            self._settings.setdefault((prompt, key), []).append(settings)
+
+    def pair(self, prompt: str, setup: DecodingSetup) -> tuple[DecodedPrompt, DecodedPrompt] | None:
+        """Return a prompt's answers in one way and the autoregressive ones; None if either has to be decoded."""
+        baseline = self.protocol.baseline(setup.rule).key
+        for settings in self._settings.get((prompt, setup.key), []):
+            beside = self._lines.get((prompt, baseline, settings))
+            if beside is not None:
+                return self._lines[prompt, setup.key, settings], beside
+        return None
+
+    def missing(self, prompt: str, setups: Sequence[DecodingSetup], here: SpeedSettings) -> list[DecodingSetup]:
+        """Return the ways in which a prompt has to be decoded with the speed settings that this process has."""
+        alone = [setup for setup in setups if setup.drafter is not None and self.pair(prompt, setup) is None]
+        needed = {setup.key for setup in alone} | {self.protocol.baseline(setup.rule).key for setup in alone}
+        return [each for each in setups if each.key in needed and (prompt, each.key, here) not in self._lines]
 
 
 @dataclass(frozen=True)
@@ -210,6 +238,7 @@ class Assembly:
         self.cells: list[Cell] = []
         self.averages: list[Average] = []
         self.comparisons: list[PairedRatio] = []
+        self.speed_settings: dict[str, list[SpeedSettings]] = {each.name: [] for each in candidates}
 
     def assemble(
         self, setups: Sequence[DecodingSetup], records: Records, predictions: Mapping[str, Predictions]
@@ -242,9 +271,13 @@ class Assembly:
                 predicted_length=with_bootstrap_interval(drawn["predicted_length"]),
             )  # fmt: skip
         resampled = self._bootstrap(len(ids), number)
-        baseline = self.protocol.baseline(setup.rule)
-        sums = [Sums.of(records[each, setup.key], self.num_proposals[setup.drafter]) for each in ids]
-        base = [Sums.of(records[each, baseline.key], 0) for each in ids]
+        pairs = [pair for each in ids if (pair := records.pair(each, setup)) is not None]
+        assert len(pairs) == len(ids)
+        for settings in (line.speed_settings for line, _ in pairs):
+            if settings is not None and settings not in self.speed_settings[setup.drafter]:
+                self.speed_settings[setup.drafter].append(settings)
+        sums = [Sums.of(line.turns, self.num_proposals[setup.drafter]) for line, _ in pairs]
+        base = [Sums.of(line.turns, 0) for _, line in pairs]
         rounds = column(sums, lambda s: s.rounds)
         rate = resampled.ratio(column(sums, lambda s: s.tokens), column(sums, lambda s: s.total_seconds))
         base_rate = resampled.ratio(column(base, lambda s: s.tokens), column(base, lambda s: s.total_seconds))
@@ -260,7 +293,7 @@ class Assembly:
         )
         return drawn, Cell(
             drafter=setup.drafter, rule=setup.rule, choice=setup.choice, draft_temperature=setup.draft_temperature,
-            task=task.name, num_generations=sum(len(records[each, setup.key]) for each in ids), num_rounds=num_rounds,
+            task=task.name, num_generations=sum(len(line.turns) for line, _ in pairs), num_rounds=num_rounds,
             num_tokens=sum(each.tokens for each in sums), retention=retention, conditional=conditional(retention),
             whole_block_rate=retention[-1], tokens_per_second=float(rate[0]),
             baseline_tokens_per_second=float(base_rate[0]), seconds=seconds, baseline_seconds=base_seconds,
@@ -322,7 +355,11 @@ def _average(cells: Sequence[Cell], drawn: Sequence[dict[str, Numbers]]) -> Aver
 
 
 def about_drafter(
-    candidate: Candidate, predictions: Predictions, tasks: Sequence[Task], protocol: Protocol
+    candidate: Candidate,
+    predictions: Predictions,
+    tasks: Sequence[Task],
+    protocol: Protocol,
+    speed_settings: Sequence[SpeedSettings] = (),
 ) -> DrafterAbout:
     """Describe a drafter for the results."""
     config = candidate.drafter.config
@@ -337,6 +374,7 @@ def about_drafter(
         recipe=None if candidate.recipe is None else candidate.recipe.model_dump(mode="json"),
         trained_proposals=candidate.trained_proposals or config.num_proposals,
         lengths_by_proposals=predictions.lengths_by_proposals(tasks), proposal_choice=candidate.proposal_choice,
+        speed_settings=list(speed_settings),
     )  # fmt: skip
 
 

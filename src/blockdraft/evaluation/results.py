@@ -102,6 +102,22 @@ class HeldOutPoint(Strict):
     draft_length: dict[Rule, float]
 
 
+class SpeedSettings(Strict):
+    """Says what a measured speed depends on beside what was decoded. processor: the name of the GPU, or of the CPU."""
+
+    num_processes: int
+    threads: int
+    device: str
+    dtype: str
+    processor: str
+
+    def __str__(self) -> str:
+        processes = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        each = " each" if self.num_processes > 1 else ""
+        return f"{processes} with {threads}{each}, in {self.dtype} on {self.processor}"
+
+
 class DrafterAbout(Strict):
     """Describes a drafter of the evaluation.
 
@@ -118,6 +134,7 @@ class DrafterAbout(Strict):
     checkpoint: which one of its run this is; None for any other checkpoint, and for a folder outside a run.
     learning_curve: what its run measured up to this checkpoint; empty outside a run, and without held-out texts.
     fingerprint: of its weights and configuration.
+    speed_settings: what its answers were decoded with, and autoregressive ones beside them; empty if not recorded.
     """
 
     name: str
@@ -138,6 +155,7 @@ class DrafterAbout(Strict):
     trained_proposals: int | None = None
     lengths_by_proposals: dict[Rule, list[float]] = {}
     proposal_choice: ProposalChoice | None = None
+    speed_settings: list[SpeedSettings] = []
 
     def edge_of_grid(self, rule: str) -> Literal["lowest", "highest"] | None:
         """Tell whether the best draft temperature is at an end of its grid, so that one beyond may be better."""
@@ -244,7 +262,7 @@ class Results(Strict):
     """Holds one evaluation: ``results.json``.
 
     settings: temperature, max_new_tokens, seed, num_bootstrap and whatever else was asked for.
-    provenance: versions, machine, threads, processes, GPU, start and end.
+    provenance: versions, machine, threads, processes, GPU, start and end of the last run that decoded anything.
     comparisons: every drafter with the baselines that were asked for, or with the one of its kind: the first one
         trained with CE, else the first one.
     dynamics_obstacles: by drafter, why its training dynamics were not measured although they were asked for.

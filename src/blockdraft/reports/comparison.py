@@ -332,12 +332,19 @@ class Comparison:
         return f" The best draft temperature is {listed}, so one beyond may be better." if listed else ""
 
     def autoregressive(self, target: str, rule: Rule) -> dict[str, Spent]:
-        """Return the time of decoding without a drafter, for every evaluation of a target, by a name for its row."""
-        first = {e.evaluation.name: e for e in reversed(self.of(target)) if e.cells(rule, "paper")}
-        return {
-            f"Autoregressive ({name})" if len(first) > 1 else "Autoregressive": entry.baseline_spent(rule)
-            for name, entry in reversed(first.items())
-        }
+        """Return the time of decoding without a drafter, for every evaluation of a target, by a name for its row.
+
+        There are several of an evaluation if its drafters were not all decoded with the same speed settings.
+        """
+        entries = [e for e in reversed(self.of(target)) if e.cells(rule, "paper")]
+        first = {(e.evaluation.name, tuple(e.about.speed_settings)): e for e in entries}
+        times = Counter(name for name, _ in first)
+        found = {}
+        for (name, _), entry in reversed(first.items()):
+            notes = [name] if len(times) > 1 else []
+            notes += [f"beside {entry.title}"] if times[name] > 1 else []
+            found["Autoregressive" + (f" ({', '.join(notes)})" if notes else "")] = entry.baseline_spent(rule)
+        return found
 
     @cached_property
     def undecoded(self) -> list[str]:
@@ -346,6 +353,23 @@ class Comparison:
         which = "" if len(found) == len(self.evaluations) else f" in {', '.join(found)}"
         said = f"Nothing was decoded{which}: lengths are predicted from the target's own texts, and none was measured."
         return [f"{said} Neither were speed-ups."] if found else []
+
+    @cached_property
+    def speeds(self) -> list[str]:
+        """Say of which evaluations not all drafters were decoded with the same speed settings, if there are any."""
+        notes = []
+        for evaluation in self.evaluations:
+            found: dict[str, list[str]] = {}
+            for entry in (e for e in self.entries if e.evaluation is evaluation):
+                settings = " and ".join(map(str, entry.about.speed_settings)) or "settings that are not recorded"
+                found.setdefault(settings, []).append(entry.title)
+            if len(found) > 1:
+                listed = "; ".join(f"{', '.join(titles)} by {settings}" for settings, titles in found.items())
+                notes.append(
+                    f"Drafters of {evaluation.name} were timed in several ways ({listed}). Each speed-up is over "
+                    "autoregressive decoding in the same way."
+                )
+        return notes
 
     @cached_property
     def differences(self) -> list[str]:

@@ -161,7 +161,7 @@ def page(
             targets=", ".join(comparison.targets),
             variables=css(),
             headlines=headlines(comparison),
-            notes=[*comparison.undecoded, *comparison.differences],
+            notes=[*comparison.undecoded, *comparison.speeds, *comparison.differences],
             tables=tables,
             study=study,
             drawings=drawings,

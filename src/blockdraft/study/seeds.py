@@ -172,6 +172,7 @@ def _drafter(seeds: Sequence[DrafterAbout]) -> DrafterAbout:
             "learning_curve": curve,
             "fingerprint": None,
             "proposal_choice": None,
+            "speed_settings": list(dict.fromkeys(each for about in seeds for each in about.speed_settings)),
         }
     )
 
