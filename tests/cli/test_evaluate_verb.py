@@ -64,6 +64,13 @@ def test_two_processes_find_what_one_finds(drafter, tmp_path):
         assert ours["predicted_length"]["value"] == pytest.approx(theirs["predicted_length"]["value"])
 
 
+def test_argmax_drafts_may_be_left_out(drafter, tmp_path):
+    least = ["--num-prompts", "1", "--num-decoded", "1", "--tasks", "pocket-math", "--rules", "block", *FEW[2:]]
+    ended = blockdraft("evaluate", "--drafter", drafter, "--out", tmp_path, *least, "--no-argmax-drafts", "--json")
+    assert ended.code == 0, ended.err
+    assert [each["choice"] for each in json.loads(ended.out)["averages"]] == ["paper"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

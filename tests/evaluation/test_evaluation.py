@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from blockdraft.cli.evaluate import show_results
 from blockdraft.data import Prompt, read_completions
 from blockdraft.decoding import RoundCosts, generate
 from blockdraft.evaluation import (
@@ -19,7 +20,11 @@ from blockdraft.evaluation import (
     read_results,
     read_traces,
 )
-from blockdraft.evaluation.metrics import profile
+from blockdraft.evaluation.metrics import DecodedPrompt, Records, profile
+from blockdraft.evaluation.protocol import DecodingSetup
+from blockdraft.evaluation.results import SpeedSettings
+from blockdraft.export.card import evaluated
+from blockdraft.reports import write_report
 
 from evaluating import (
     FEW,
@@ -123,6 +128,46 @@ def test_predictions_use_all_prompts_where_only_some_are_decoded(tmp_path):
         assert ours.acceptance_length.low <= ours.acceptance_length.value <= ours.acceptance_length.high
     with pytest.raises(EvaluationError, match="num_decoded differ"):
         Evaluation(target, given, tasks(4), protocol, tmp_path / "some").run()
+
+
+def test_lengths_are_predicted_and_nothing_is_decoded_if_no_prompt_is_to_be(tmp_path, capsys):
+    target = bigram_target(eos=EOS)
+    drafters = {"sure": sharpened_drafter(target), "unsure": sharpened_drafter(target, 0.6)}
+    protocol = replace(FEW, num_traces=0)
+    whole = evaluate(target, drafters, tmp_path / "whole", protocol, tasks(2))
+    only = evaluate(target, drafters, tmp_path / "only", replace(protocol, num_decoded=0), tasks(2))
+    assert not (tmp_path / "only" / "records").exists()
+    assert {each.decoded_prompts for each in only.tasks} == {0}
+    for ours, theirs in zip(only.averages, whole.averages, strict=True):
+        assert (ours.choice, ours.predicted_length) == (theirs.choice, theirs.predicted_length)
+        assert (ours.acceptance_length, ours.speedup, ours.whole_block_rate) == (None, None, None)
+    for ours, theirs in zip(only.cells, whole.cells, strict=True):
+        assert (ours.task, ours.predicted_length) == (theirs.task, theirs.predicted_length)
+        assert (ours.num_generations, ours.acceptance_length, ours.retention, ours.seconds) == (0, None, [], {})
+    assert only.comparisons == [each for each in whole.comparisons if each.quantity == "predicted_length"]
+    assert [each.temperatures for each in only.drafters] == [each.temperatures for each in whole.drafters]
+    assert read_profile(tmp_path / "only").entries == []
+    with pytest.raises(EvaluationError, match="has predicted lengths only"):
+        evaluated(tmp_path / "only", drafters["sure"])
+    capsys.readouterr()
+    show_results(only)
+    shown = capsys.readouterr().out
+    assert "predicted" in shown
+    assert "measured" not in shown
+    assert "speed-up" not in shown
+    written = write_report([tmp_path / "only"], tmp_path / "report")
+    names = {table.name for table in written.tables}
+    assert {"gains", "best-temperature", "one-hot", "lengths"} <= names
+    assert not {"main", "token-verification", "seconds"} & names
+    assert not [name for name in names if name.startswith(("full", "retention"))]
+    for table in written.tables:
+        heads = {column.heads[-1] for column in table.columns}
+        assert not heads & {"τ", "τ measured", "Speed-up", "Drafts only", "Whole blocks"}
+    assert {file.stem for file in written.figure_files} == {"temperature-tiny-qwen3"}
+    assert [len(headline.findings) for headline in written.headlines] == [1]
+    page = written.page.read_text()
+    assert "Nothing was decoded: lengths are predicted from the target&#39;s own texts, and none was measured." in page
+    assert "Nothing was decoded" not in write_report([tmp_path / "whole"], tmp_path / "report").page.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -354,6 +399,96 @@ def test_drafters_may_be_added_to_an_evaluation_and_none_may_leave_it(tmp_path):
         evaluate(target, {"b": drafters["b"]}, tmp_path / "grown", protocol, tasks(2))
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_drafter_is_compared_with_what_was_decoded_in_the_same_speed_settings(tmp_path, monkeypatch, recorded):
+    """Also where an earlier version began, which recorded none; and what is there is not decoded again."""
+    target = tiny_target(dtype=torch.float32)
+    protocol = replace(LEAST, num_traces=0)
+    drafters = {"a": tiny_drafter("dflash", target)}
+    file = tmp_path / "records" / "0.jsonl"
+    first = evaluate(target, drafters, tmp_path, protocol, tasks(2))
+    if not recorded:
+        stripped = [json.dumps({k: v for k, v in line.items() if k != "speed_settings"}) for line in lines_of(tmp_path)]
+        file.write_text("".join(f"{line}\n" for line in stripped))
+    before, num_threads = file.read_text(), torch.get_num_threads()
+    assert evaluate(target, drafters, tmp_path, protocol, tasks(2)).averages == first.averages
+    assert file.read_text() == before
+    monkeypatch.setattr("torch.get_num_threads", lambda: 64)
+    drafters["b"] = tiny_drafter("dspark", target)
+    grown = evaluate(target, drafters, tmp_path, protocol, tasks(2))
+    added = [json.loads(line) for line in file.read_text().removeprefix(before).splitlines()]
+    assert len(added) == 2 * 3
+    assert {(line["drafter"], line["speed_settings"]["threads"]) for line in added} == {(None, 64), ("b", 64)}
+    own, other = ({cell.task: cell for cell in cells(grown, drafter=name, choice="paper")} for name in ("a", "b"))
+    for cell in cells(first, drafter="a", choice="paper"):
+        seconds = sum(
+            sum(turn["seconds"].values())
+            for line in added
+            for turn in line["turns"]
+            if line["drafter"] is None and line["prompt"].startswith(f"{cell.task}/")
+        )
+        assert own[cell.task].speedup == cell.speedup
+        assert sum(other[cell.task].baseline_seconds.values()) == pytest.approx(seconds)
+    settings = {each.name: [found.threads for found in each.speed_settings] for each in grown.drafters}
+    assert settings == {"a": [num_threads] * recorded, "b": [64]}
+    after = file.read_text()
+    monkeypatch.undo()
+    assert evaluate(target, drafters, tmp_path, protocol, tasks(2)).averages == grown.averages
+    assert file.read_text() == after  # both have theirs
+    written = write_report([tmp_path], tmp_path / "report")
+    page = written.page.read_text()
+    assert "Drafters of" in page
+    assert "were timed in several ways" in page
+    (seconds,) = [table for table in written.tables if table.name == "seconds"]
+    names = {row.labels[2] for row in seconds.rows if row.labels[2].startswith("Autoregressive")}
+    assert names == {"Autoregressive (beside DFlash a)", "Autoregressive (beside DSpark b)"}
+
+
+def test_an_answer_that_was_left_without_its_baseline_is_decoded_again_in_other_speed_settings():
+    def line(drafter, threads):
+        settings = SpeedSettings(num_processes=1, threads=threads, device="cpu", dtype="float32", processor="it")
+        return DecodedPrompt(
+            prompt="p", drafter=drafter, rule="block", draft_temperature=1.0, turns=[], speed_settings=settings
+        )
+
+    a, base = DecodingSetup("a", "block", 1.0), DecodingSetup(None, "block", 1.0)
+    one, two = line("a", 1).speed_settings, line("a", 2).speed_settings
+    stopped = Records([line("a", 1)], LEAST)
+    assert stopped.pair("p", a) is None
+    assert stopped.missing("p", [base, a], one) == [base]
+    assert stopped.missing("p", [base, a], two) == [base, a]
+    resumed = Records([line("a", 1), line(None, 2), line("a", 2)], LEAST)
+    assert [each.speed_settings for each in resumed.pair("p", a)] == [two, two]
+    assert resumed.missing("p", [base, a], one) == []
+
+
+def test_draft_temperatures_may_be_added_to_an_evaluation_and_none_may_leave_it(tmp_path, capsys):
+    target = bigram_target(eos=EOS)
+    drafters = {"sure": sharpened_drafter(target, 2.0)}  # best at 2, which undoes the power
+    protocol = replace(LEAST, draft_temperatures=(1.0, 1.5))
+    first = evaluate(target, drafters, tmp_path, protocol, tasks(2))
+    before = lines_of(tmp_path)
+    grown = evaluate(target, drafters, tmp_path, replace(protocol, draft_temperatures=(1.0, 1.5, 2.0, 3.0)), tasks(2))
+    (narrow,), (wide,) = first.drafters, grown.drafters
+    assert (narrow.best_draft_temperature["block"], narrow.edge_of_grid("block")) == (1.5, "highest")
+    assert (wide.best_draft_temperature["block"], wide.edge_of_grid("block")) == (2.0, None)
+    added = lines_of(tmp_path)[len(before) :]
+    assert lines_of(tmp_path)[: len(before)] == before
+    assert {key_of(line)[1:] for line in added} == {("sure", "block", 2.0)}  # the new best one, and nothing twice
+    with pytest.raises(EvaluationError, match="draft_temperatures differ"):
+        evaluate(target, drafters, tmp_path, protocol, tasks(2))
+    wider = replace(protocol, draft_temperatures=(1.0, 1.5, 2.0, 3.0))
+    argmax = evaluate(target, drafters, tmp_path, replace(wider, one_hot=True), tasks(2))
+    assert {each.choice for each in argmax.averages} == {"paper", "best", "one-hot"}
+    with pytest.raises(EvaluationError, match="argmax drafts differ"):
+        evaluate(target, drafters, tmp_path, wider, tasks(2))
+    capsys.readouterr()
+    show_results(first)
+    assert "sure, block: the best draft temperature, 1.5, is the highest that was tried" in capsys.readouterr().err
+    show_results(grown)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_drafter_with_longer_blocks_is_refused_before_anything_is_changed(tmp_path):
     target = tiny_target(dtype=torch.float32)
     protocol = replace(LEAST, num_traces=0)
@@ -403,6 +538,7 @@ def test_a_damaged_plan_is_named(tmp_path, content):
         ({"draft_temperatures": (1.0, 0.0)}, "draft temperatures must be above 0 and finite, got 0"),
         ({"rules": ()}, "at least one verification rule"),
         ({"dynamics_blocks": 0}, "at least one block"),
+        ({"num_decoded": -1}, "cannot be negative, got -1"),
     ],
 )
 def test_protocols_that_mean_nothing(options, message):

@@ -55,7 +55,7 @@ def test_main(found):
 
 
 def test_best_temperature_token_verification_annealing(found):
-    assert rows(found["best-temperature"])["pocket", "CE"][:2] == ["0.7", "3.17"]
+    assert rows(found["best-temperature"])["pocket", "CE"][:3] == ["0.7", "3.20", "3.17"]
     assert rows(found["token-verification"]) == {
         ("pocket", "DFlash"): ["2.82", "–", "*3.57*"],
         ("pocket", "DSpark"): ["3.32", "–", "*4.07*"],
@@ -230,6 +230,21 @@ def test_results_that_compare_no_single_tasks_have_no_table_of_gains_by_task(tmp
     names = [table.name for table in tables(read_evaluations([tmp_path]))]
     assert "gains" in names
     assert "gains-pocket" not in names
+
+
+def test_captions_say_where_the_best_draft_temperature_is_at_an_end_of_its_grid(found, tmp_path):
+    assert not [name for name, table in found.items() if "that was tried" in table.caption]
+    made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV")))  # best at 0.8 and 0.6
+    ce, bv = made.drafters
+    low = bv.model_copy(update={"temperatures": bv.temperatures[1:]})
+    high = ce.model_copy(update={"temperatures": ce.temperatures[:3]})
+    folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": [high, low]}))
+    said = (
+        "The best draft temperature is the highest that was tried for DFlash CE (token and block verification); the "
+        "lowest that was tried for DFlash BV (token and block verification), so one beyond may be better."
+    )
+    captions = {table.name: table.caption for table in tables(read_evaluations([folder]))}
+    assert {name for name, caption in captions.items() if said in caption} == {"best-temperature", "lengths"}
 
 
 def test_one_hot(found):

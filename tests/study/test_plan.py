@@ -221,6 +221,15 @@ def test_a_study_is_shown_as_a_file_that_describes_it(tmp_path):
     assert "give one of the two" in ended.err
 
 
+def test_argmax_drafts_may_be_left_out(tmp_path):
+    (tmp_path / "s.yaml").write_text(TINY)
+    study = Study(load_study(tmp_path / "s.yaml"), tmp_path / "out")
+    assert "--no-argmax-drafts" not in study.evaluation_job("pocket", 1).arguments
+    study = Study(load_study(tmp_path / "s.yaml", ["evaluation.argmax_drafts=false"]), tmp_path / "out")
+    assert "--no-argmax-drafts" in study.evaluation_job("pocket", 1).arguments
+    assert answers_to_decode(study).num == 2 + 1 + 2 * 2 * 2  # the paper's draft temperature, and the best one
+
+
 def test_targets_that_differ_only_in_training_share_their_texts_and_features(tmp_path):
     recipe = load_study("pocket-budgets")
     study = Study(recipe, tmp_path)

@@ -217,6 +217,30 @@ def test_gains_of_one_seed_have_the_intervals_over_prompts_of_its_evaluation(tmp
     assert three.rows[0].values[0].interval == pytest.approx(gain.interval)
 
 
+def predicted_only(found):
+    """An evaluation as it is if no prompt is decoded."""
+    gone = dict.fromkeys(("acceptance_length", "draft_length", "whole_block_rate", "speedup"))
+    gone_cells = gone | {"num_generations": 0, "num_rounds": 0, "num_tokens": 0, "retention": [], "conditional": []}
+    gone_cells |= {"tokens_per_second": None, "baseline_tokens_per_second": None, "seconds": {}, "baseline_seconds": {}}
+    return found.model_copy(
+        update={
+            "tasks": [each.model_copy(update={"num_decoded": 0}) for each in found.tasks],
+            "cells": [each.model_copy(update=gone_cells) for each in found.cells],
+            "averages": [each.model_copy(update=gone) for each in found.averages],
+            "comparisons": [each for each in found.comparisons if each.quantity == "predicted_length"],
+        }
+    )
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_study_that_decodes_nothing_has_predicted_lengths_only(tmp_path, seeds, num):
+    given = {seed: predicted_only(found) for seed, found in list(seeds.items())[:num]}
+    summary, found = study_of(tmp_path, given)
+    assert list(found) == ["study-predicted-length", "study-predicted-length-over-ce", "study-wins"]
+    assert (summary.wins["bv"].predicted.of > 0, summary.wins["bv"].measured) == (True, Count(0, 0))
+    assert "Nothing was decoded" in summary.page.read_text()
+
+
 def test_gains_of_one_seed_over_another_baseline_and_without_a_comparison(tmp_path, seeds):
     turned = study_of(tmp_path / "turned", {42: seeds[42]}, f"{SPEC}baseline: bv\n")[1]["study-speedup-over-bv"]
     ratio = seeds[42].ratio("dflash-bv", "dflash-ce", "greedy", "paper", "speedup")

@@ -65,8 +65,9 @@ def evaluate(
         int | None,
         typer.Option(
             metavar="N",
-            min=1,
-            help="How many prompts of each task are also decoded and timed; predicted lengths use all of them.",
+            min=0,
+            help="How many prompts of each task are also decoded and timed; predicted lengths use all of them, and are "
+            "all that is measured with 0.",
             show_default="all",
         ),
     ] = None,
@@ -84,9 +85,16 @@ def evaluate(
             metavar="X",
             callback=finite,
             help="The draft temperatures among which the best one is sought.",
-            show_default="0.3 to 1.2",
+            show_default="0.1 to 1.2",
         ),
     ] = None,
+    argmax_drafts: Annotated[
+        bool,
+        typer.Option(
+            "--argmax-drafts/--no-argmax-drafts",
+            help="Also measure argmax drafts under token and block verification, as serving engines draft by default.",
+        ),
+    ] = True,
     num_proposals: NumProposals = None,
     baseline: Annotated[
         list[str] | None,
@@ -126,7 +134,7 @@ def evaluate(
     protocol = Protocol(
         rules=as_rules([str(rule) for rule in rules or RuleName]), temperature=temperature,
         max_new_tokens=max_new_tokens, seed=seed, num_traces=num_traces, dynamics_texts=dynamics_texts,
-        draft_temperatures=tuple(draft_temperatures) if draft_temperatures else GRID,
+        draft_temperatures=tuple(draft_temperatures) if draft_temperatures else GRID, one_hot=argmax_drafts,
         num_proposals=as_num_proposals(num_proposals), num_decoded=num_decoded, baselines=tuple(baseline or ()),
     )  # fmt: skip
     chosen = load_tasks(tasks, folder=prompts, num_prompts=num_prompts, seed=seed)
@@ -170,7 +178,7 @@ def report(
 
 
 def show_results(results: "Results") -> None:
-    """Print the averages over all tasks as a table on stdout: predicted lengths, measured ones, speed-ups."""
+    """Print the averages over all tasks as a table on stdout: predicted lengths, then what was measured in decoding."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -180,7 +188,8 @@ def show_results(results: "Results") -> None:
 
     title = Text(f"{results.target}: tokens per call, mean of {len(results.tasks)} tasks", style="table.title")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("drafter", "rule", "drafts at", "predicted", "95%", "measured", "95%", "whole", "speed-up", "95%"):
+    measured = ("measured", "95%", "whole", "speed-up", "95%") if any(a.speedup for a in results.averages) else ()
+    for name in ("drafter", "rule", "drafts at", "predicted", "95%", *measured):
         table.add_column(name, justify="left" if name in ("drafter", "rule") else "right", no_wrap=True)
     abouts = {each.name: each for each in results.drafters}
     for each in results.averages:
@@ -189,11 +198,21 @@ def show_results(results: "Results") -> None:
         if about.trained_proposals not in (None, about.num_proposals):
             name += f" ({about.num_proposals} of {about.trained_proposals} proposals)"
         drafts = "argmax" if each.draft_temperature == 0 else f"T={each.draft_temperature:g}"
-        table.add_row(
-            Text(name), each.rule, drafts, *interval(each.predicted_length), *interval(each.acceptance_length),
-            f"{each.whole_block_rate:.1%}", *interval(each.speedup, "x"),
-        )  # fmt: skip
+        row = [Text(name), each.rule, drafts, *interval(each.predicted_length)]
+        if each.acceptance_length is not None and each.speedup is not None:
+            row += [*interval(each.acceptance_length), f"{each.whole_block_rate:.1%}", *interval(each.speedup, "x")]
+        table.add_row(*row)
     _print_whole(table)
+    for about in results.drafters:
+        for rule in about.best_draft_temperature:
+            edge = about.edge_of_grid(rule)
+            if edge is not None:
+                best = f"{about.best_draft_temperature[rule]:g}"
+                print(
+                    f"{about.name}, {rule}: the best draft temperature, {best}, is the {edge} that was tried, so one "
+                    "beyond may be better",
+                    file=sys.stderr,
+                )
 
 
 def _show_table(table: "Table") -> None:

@@ -60,8 +60,8 @@ class MeasuredLengths(Strict):
     choice: TemperatureChoice
     draft_temperature: float
     predicted_length: Interval
-    acceptance_length: Interval
-    speedup: Interval
+    acceptance_length: Interval | None = None
+    speedup: Interval | None = None
 
 
 class Measurement(Strict):

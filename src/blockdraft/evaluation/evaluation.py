@@ -1,6 +1,7 @@
 """Run an evaluation in its folder: texts of the target, predictions from them, decoding, results.
 
-out/plan.json              what this evaluation is; another one is refused, but drafters may be added
+out/plan.json              what this evaluation is; another one is refused, but drafters and draft temperatures may be
+                           added
 out/texts/KIND/NNN         the target's own responses, greedy and sampled, in data folders of up to 128 prompts
 out/predictions/*.json     expected rounds on them, by drafter (its fingerprint) and data folder
 out/proposals.json         how many tokens each drafter proposes, if that is chosen for speed
@@ -41,13 +42,22 @@ from blockdraft.distributed import Distributed
 from blockdraft.evaluation.candidates import Candidate
 from blockdraft.evaluation.drafting import converse, trace_answer
 from blockdraft.evaluation.dynamics import training_dynamics
-from blockdraft.evaluation.metrics import Assembly, DecodedPrompt, GenerationRecord, RecordFiles, about_drafter, profile
+from blockdraft.evaluation.metrics import (
+    Assembly,
+    DecodedPrompt,
+    GenerationRecord,
+    RecordFiles,
+    Records,
+    about_drafter,
+    profile,
+)
 from blockdraft.evaluation.prediction import PredictionFile, Predictions, PredictionSettings, Predictor
 from blockdraft.evaluation.protocol import PLAN, DecodingSetup, EvaluationPlan, ProposalFile, Protocol, TextKind
 from blockdraft.evaluation.results import (
     Dynamics,
     EvaluationError,
     Results,
+    SpeedSettings,
     TaskAbout,
     TracedPrompt,
     Traces,
@@ -129,14 +139,17 @@ class Evaluation:
         setups = self._setups({n: {r: best_temperature(p, r) for r in rules} for n, p in points.items()})
         num_decoded = sum(self.distributed.all_gather(self._decode(setups)))
         dynamics, obstacles = self._dynamics()
-        records = {(line.prompt, line.key): line.turns for line in self.records.read()}
+        records = Records(self.records.read(), self.protocol)
         found = Assembly(self.tasks, self.candidates, self.protocol).assemble(setups, records, predictions)
         results = Results(
             target=self.target.name, target_fingerprint=fingerprint(self.target), settings=self._settings(),
             provenance=self._provenance(started, num_decoded),
             tasks=[self._about(task) for task in self.tasks],
             drafters=[
-                about_drafter(each, predictions[each.name], self.tasks, self.protocol) for each in self.candidates
+                about_drafter(
+                    each, predictions[each.name], self.tasks, self.protocol, found.speed_settings[each.name]
+                )
+                for each in self.candidates
             ],
             cells=found.cells, averages=found.averages, comparisons=found.comparisons,
             dynamics=dynamics, dynamics_obstacles=obstacles,
@@ -151,7 +164,7 @@ class Evaluation:
     # What this evaluation is
 
     def _keep_plan(self) -> None:
-        """Write the plan, which may add drafters to the one that is there; any other difference is refused."""
+        """Write the plan, which may add drafters and draft temperatures to the one that is there, and no more."""
         protocol = self.protocol
         plan = EvaluationPlan(
             target=fingerprint(self.target), drafters={each.name: each.fingerprint for each in self.candidates},
@@ -175,7 +188,7 @@ class Evaluation:
                 )
 
     def _provenance(self, started: str, num_decoded: int) -> dict[str, Any]:
-        """Say where and when answers were decoded, since speeds depend on it: now, or before if none was left."""
+        """Say where and when answers were last decoded: now, or before if none was left."""
         if not num_decoded and (self.out / "results.json").exists():
             with contextlib.suppress(EvaluationError):  # a damaged file is written anew
                 return read_results(self.out).provenance
@@ -189,6 +202,13 @@ class Evaluation:
     def _settings(self) -> dict[str, Any]:
         dtype, device = str(self.target.dtype).split(".")[-1], self.target.device.type
         return self.protocol.settings() | {"batch_size": 1, "dtype": dtype, "device": device}
+
+    def _speed_settings(self) -> SpeedSettings:
+        device, dtype = self.target.device, str(self.target.dtype).split(".")[-1]
+        return SpeedSettings(
+            num_processes=self.distributed.world_size, threads=torch.get_num_threads(), device=device.type, dtype=dtype,
+            processor=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        )  # fmt: skip
 
     def _about(self, task: Task) -> TaskAbout:
         decoded = len(self.protocol.decoded(task.prompts))
@@ -323,16 +343,17 @@ class Evaluation:
     def _decode(self, setups: list[DecodingSetup]) -> int:
         """Decode each prompt in every way, one after the other, so that what slows the machine slows all of them.
 
-        Returns how many answers were left to decode.
+        Where a drafter is left to decode with other speed settings than autoregressive decoding had, that is decoded
+        again beside it. Returns how many answers were left to decode.
         """
-        done = {(line.prompt, line.key) for line in self.records.read()}
+        records, here = Records(self.records.read(), self.protocol), self._speed_settings()
         mine = self.decoded[self.distributed.rank :: self.distributed.world_size]
         count, added, warm = 0, 0, ""
         for number, (task, prompt) in enumerate(mine):
-            turn = number % len(setups)
+            turn, missing = number % len(setups), records.missing(prompt.id, setups, here)
             for setup in setups[turn:] + setups[:turn]:
                 tokens = 0
-                if (prompt.id, setup.key) not in done:
+                if setup in missing:
                     if task.name != warm:
                         warm = task.name
                         for each in setups:
@@ -340,7 +361,7 @@ class Evaluation:
                     turns = self._converse(prompt, setup, self.protocol.max_new_tokens)
                     record = DecodedPrompt(
                         prompt=prompt.id, drafter=setup.drafter, rule=setup.rule,
-                        draft_temperature=setup.draft_temperature, turns=turns,
+                        draft_temperature=setup.draft_temperature, turns=turns, speed_settings=here,
                     )  # fmt: skip
                     self.records.append(record)
                     tokens, added = sum(len(each.tokens) for each in turns), added + 1
@@ -394,6 +415,14 @@ class Evaluation:
 def _with_unique_ids(task: Task) -> Task:
     """Put the task's name before the ids, which are unique within a task only."""
     return replace(task, prompts=[replace(prompt, id=f"{task.name}/{prompt.id}") for prompt in task.prompts])
+
+
+def _cpu_name() -> str:
+    """Return the name of the CPU, which Linux tells in a file."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
 
 
 def _now() -> str:

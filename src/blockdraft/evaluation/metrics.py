@@ -1,6 +1,6 @@
 """Turn generations into numbers: pooled per task, averaged over tasks, with intervals by bootstrap over prompts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -27,6 +27,7 @@ from blockdraft.evaluation.results import (
     ProfileEntry,
     Quantity,
     Results,
+    SpeedSettings,
     Strict,
     TemperatureChoice,
     best_temperature,
@@ -75,7 +76,7 @@ class GenerationRecord(Strict):
 class DecodedPrompt(Strict):
     """Holds all turns of a prompt, decoded in one way: a line of ``records/*.jsonl``.
 
-    drafter: None is autoregressive.
+    drafter: None is autoregressive. speed_settings: None if an earlier version of blockdraft decoded it.
     """
 
     prompt: str
@@ -83,6 +84,7 @@ class DecodedPrompt(Strict):
     rule: Rule
     draft_temperature: float
     turns: list[GenerationRecord]
+    speed_settings: SpeedSettings | None = None
 
     @property
     def key(self) -> tuple[str | None, Rule, float]:
@@ -115,8 +117,34 @@ class RecordFiles:
                     ) from error
 
 
-Records = Mapping[tuple[str, tuple[str | None, Rule, float]], list[GenerationRecord]]
-"""The turns of a prompt, by its id and the key of a `DecodingSetup`."""
+class Records:
+    """Pairs the answers of drafters with autoregressive ones that were decoded with the same speed settings.
+
+    Only those can be compared. An answer of a drafter that has none beside it counts for nothing: whatever decoded it
+    was stopped before, and went on with other settings.
+    """
+
+    def __init__(self, lines: Iterable[DecodedPrompt], protocol: Protocol) -> None:
+        self.protocol = protocol
+        self._lines = {(line.prompt, line.key, line.speed_settings): line for line in lines}
+        self._settings: dict[tuple[str, tuple[str | None, Rule, float]], list[SpeedSettings | None]] = {}
+        for prompt, key, settings in self._lines:
+            self._settings.setdefault((prompt, key), []).append(settings)
+
+    def pair(self, prompt: str, setup: DecodingSetup) -> tuple[DecodedPrompt, DecodedPrompt] | None:
+        """Return a prompt's answers in one way and the autoregressive ones; None if either has to be decoded."""
+        baseline = self.protocol.baseline(setup.rule).key
+        for settings in self._settings.get((prompt, setup.key), []):
+            beside = self._lines.get((prompt, baseline, settings))
+            if beside is not None:
+                return self._lines[prompt, setup.key, settings], beside
+        return None
+
+    def missing(self, prompt: str, setups: Sequence[DecodingSetup], here: SpeedSettings) -> list[DecodingSetup]:
+        """Return the ways in which a prompt has to be decoded with the speed settings that this process has."""
+        alone = [setup for setup in setups if setup.drafter is not None and self.pair(prompt, setup) is None]
+        needed = {setup.key for setup in alone} | {self.protocol.baseline(setup.rule).key for setup in alone}
+        return [each for each in setups if each.key in needed and (prompt, each.key, here) not in self._lines]
 
 
 @dataclass(frozen=True)
@@ -212,6 +240,7 @@ class Assembly:
         self.cells: list[Cell] = []
         self.averages: list[Average] = []
         self.comparisons: list[PairedRatio] = []
+        self.speed_settings: dict[str, list[SpeedSettings]] = {each.name: [] for each in candidates}
 
     def assemble(
         self, setups: Sequence[DecodingSetup], records: Records, predictions: Mapping[str, Predictions]
@@ -235,17 +264,28 @@ class Assembly:
     ) -> tuple[dict[str, Numbers], Cell]:
         assert setup.drafter is not None
         ids = [prompt.id for prompt in self.protocol.decoded(task.prompts)]
-        resampled, of_predicted = self._bootstrap(len(ids), number), self._bootstrap(len(task.prompts), number)
-        baseline = self.protocol.baseline(setup.rule)
-        sums = [Sums.of(records[each, setup.key], self.num_proposals[setup.drafter]) for each in ids]
-        base = [Sums.of(records[each, baseline.key], 0) for each in ids]
+        predicted = predictions.of(task, setup.rule, setup.draft_temperature)
+        drawn = {"predicted_length": self._bootstrap(len(task.prompts), number).ratio(*predicted)}
+        if not ids:
+            return drawn, Cell(
+                drafter=setup.drafter, rule=setup.rule, choice=setup.choice, draft_temperature=setup.draft_temperature,
+                task=task.name, num_generations=0, num_rounds=0, num_tokens=0,
+                predicted_length=with_bootstrap_interval(drawn["predicted_length"]),
+            )  # fmt: skip
+        resampled = self._bootstrap(len(ids), number)
+        pairs = [pair for each in ids if (pair := records.pair(each, setup)) is not None]
+        assert len(pairs) == len(ids)
+        for settings in (line.speed_settings for line, _ in pairs):
+            if settings is not None and settings not in self.speed_settings[setup.drafter]:
+                self.speed_settings[setup.drafter].append(settings)
+        sums = [Sums.of(line.turns, self.num_proposals[setup.drafter]) for line, _ in pairs]
+        base = [Sums.of(line.turns, 0) for _, line in pairs]
         rounds = column(sums, lambda s: s.rounds)
         rate = resampled.ratio(column(sums, lambda s: s.tokens), column(sums, lambda s: s.total_seconds))
         base_rate = resampled.ratio(column(base, lambda s: s.tokens), column(base, lambda s: s.total_seconds))
-        drawn = {
+        drawn |= {
             "acceptance_length": resampled.ratio(column(sums, lambda s: s.added), rounds),
             "draft_length": resampled.ratio(column(sums, lambda s: s.accepted), rounds),
-            "predicted_length": of_predicted.ratio(*predictions.of(task, setup.rule, setup.draft_temperature)),
             "speedup": divide(rate, base_rate),
         }
         num_rounds = sum(each.rounds for each in sums)
@@ -255,7 +295,7 @@ class Assembly:
         )
         return drawn, Cell(
             drafter=setup.drafter, rule=setup.rule, choice=setup.choice, draft_temperature=setup.draft_temperature,
-            task=task.name, num_generations=sum(len(records[each, setup.key]) for each in ids), num_rounds=num_rounds,
+            task=task.name, num_generations=sum(len(line.turns) for line, _ in pairs), num_rounds=num_rounds,
             num_tokens=sum(each.tokens for each in sums), retention=retention, conditional=conditional(retention),
             whole_block_rate=retention[-1], tokens_per_second=float(rate[0]),
             baseline_tokens_per_second=float(base_rate[0]), seconds=seconds, baseline_seconds=base_seconds,
@@ -287,13 +327,13 @@ class Assembly:
                 continue  # not measured, or the paper's setup is the best for both
             ours, theirs = (each or drawn[name, rule, "paper"] for each, name in zip(found, pair, strict=True))
             compared = partial(PairedRatio, drafter=pair[0], baseline=pair[1], rule=rule, choice=choice)
-            for quantity in COMPARED_QUANTITIES:
+            for quantity in (each for each in COMPARED_QUANTITIES if each in ours[0]):
                 ratio = paired_ratio([each[quantity] for each in ours], [each[quantity] for each in theirs])
                 yield compared(quantity=quantity, ratio=ratio)
-            for quantity, (number, task) in product(COMPARED_LENGTHS, enumerate(self.tasks)):
-                new, old = ours[number][quantity], theirs[number][quantity]
-                if new[0] > 0 and old[0] > 0:
-                    yield compared(quantity=quantity, ratio=paired_ratio([new], [old]), task=task.name)
+                for task, new, old in zip(self.tasks, ours, theirs, strict=True):
+                    if quantity in COMPARED_LENGTHS and new[quantity][0] > 0 and old[quantity][0] > 0:
+                        one = paired_ratio([new[quantity]], [old[quantity]])
+                        yield compared(quantity=quantity, ratio=one, task=task.name)
 
 
 def baselines_of(candidate: Candidate, candidates: Sequence[Candidate], asked: Sequence[str] = ()) -> list[Candidate]:
@@ -314,16 +354,20 @@ def baselines_of(candidate: Candidate, candidates: Sequence[Candidate], asked: S
 
 
 def _average(cells: Sequence[Cell], drawn: Sequence[dict[str, Numbers]]) -> Average:
-    first = cells[0]
+    first, whole = cells[0], [cell.whole_block_rate for cell in cells if cell.whole_block_rate is not None]
     return Average(
         drafter=first.drafter, rule=first.rule, choice=first.choice, draft_temperature=first.draft_temperature,
-        whole_block_rate=float(np.mean([cell.whole_block_rate for cell in cells])),
+        whole_block_rate=float(np.mean(whole)) if whole else None,
         **{name: mean_over_tasks([each[name] for each in drawn]) for name in drawn[0]},
     )  # fmt: skip
 
 
 def about_drafter(
-    candidate: Candidate, predictions: Predictions, tasks: Sequence[Task], protocol: Protocol
+    candidate: Candidate,
+    predictions: Predictions,
+    tasks: Sequence[Task],
+    protocol: Protocol,
+    speed_settings: Sequence[SpeedSettings] = (),
 ) -> DrafterAbout:
     """Describe a drafter for the results."""
     config = candidate.drafter.config
@@ -340,6 +384,7 @@ def about_drafter(
         trained_proposals=candidate.trained_proposals or config.num_proposals,
         lengths_by_proposals=predictions.lengths_by_proposals(tasks), proposal_choice=candidate.proposal_choice,
         data=candidate.data,
+        speed_settings=list(speed_settings),
     )  # fmt: skip
 
 
@@ -369,10 +414,10 @@ def learning_curve(candidate: Candidate) -> list[HeldOutPoint]:
 
 
 def profile(results: Results) -> Profile:
-    """Make the acceptance profile of an evaluation, from the cells of its results."""
+    """Make the acceptance profile of an evaluation, from the cells of its results that were decoded."""
     abouts = {each.name: each for each in results.drafters}
     entries = []
-    for average in results.averages:
+    for average in (each for each in results.averages if each.acceptance_length is not None):
         key = (average.drafter, average.rule, average.choice)
         cells = [cell for cell in results.cells if (cell.drafter, cell.rule, cell.choice) == key]
         rounds = [cell.num_rounds for cell in cells]
@@ -396,8 +441,8 @@ def _rates(cells: Sequence[Cell], weights: Sequence[int]) -> AcceptanceRates:
     if not sum(weights):
         weights = [1] * len(cells)
     marginal = np.average([cell.retention for cell in cells], 0, weights).tolist()
-    length = np.average([cell.acceptance_length.value for cell in cells], weights=weights)
+    lengths = [cell.acceptance_length.value for cell in cells if cell.acceptance_length is not None]
     return AcceptanceRates(
         marginal=marginal, conditional=conditional(marginal), draft_length=float(sum(marginal)),
-        acceptance_length=float(length),
+        acceptance_length=float(np.average(lengths, weights=weights)),
     )  # fmt: skip

@@ -15,7 +15,7 @@ PLAN = "plan.json"
 AUTOREGRESSIVE = "autoregressive"
 """What decoding without a drafter is called."""
 
-GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
+GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 ONE_HOT = 0.0
 """The draft temperature at which a drafter proposes its argmax, and q is one-hot."""
 
@@ -55,8 +55,8 @@ class Protocol:
         ``"auto"`` for the number with the most predicted tokens per second on this machine, for each drafter;
         ``"adaptive"`` for a number that follows what the rounds of a text kept. Predicted lengths are then those of
         whole blocks.
-    num_decoded: prompts of each task that are also decoded, spread over the task; None for all. Predicted lengths,
-        which cost far less, always use all prompts.
+    num_decoded: prompts of each task that are also decoded, spread over the task; None for all, 0 for predicted lengths
+        alone. Predicted lengths, which cost far less, always use all prompts.
     baselines: names of the drafters that others are compared with; none for those trained with CE.
     num_traces: prompts per task for the block explorer.
     dynamics_texts, dynamics_blocks: training texts, and full blocks of each, for the figure of training dynamics;
@@ -88,10 +88,11 @@ class Protocol:
         for each in self.draft_temperatures:
             if not 0 < each < math.inf:
                 raise EvaluationError(
-                    f"draft temperatures must be above 0 and finite, got {each:g}; argmax drafts are measured anyway"
+                    f"draft temperatures must be above 0 and finite, got {each:g}; argmax drafts are "
+                    "measured anyway, unless they are left out"
                 )
-        if self.num_decoded is not None and self.num_decoded < 1:
-            raise EvaluationError("at least one prompt of each task must be decoded")
+        if self.num_decoded is not None and self.num_decoded < 0:
+            raise EvaluationError(f"the number of prompts to decode cannot be negative, got {self.num_decoded}")
         if self.dynamics_texts and self.dynamics_blocks < 1:
             raise EvaluationError("training dynamics need at least one block of each text")
 
@@ -107,7 +108,7 @@ class Protocol:
 
     def decoded(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts of a task that are decoded: all, or ``num_decoded`` at even distances."""
-        num = min(self.num_decoded or len(prompts), len(prompts))
+        num = len(prompts) if self.num_decoded is None else min(self.num_decoded, len(prompts))
         return [prompts[number * len(prompts) // num] for number in range(num)]
 
     def settings(self) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class Protocol:
 class EvaluationPlan(Strict):
     """States everything that decides what an evaluation measures: ``plan.json``.
 
-    A folder holds one plan, to which drafters may be added.
+    A folder holds one plan, to which drafters and draft temperatures may be added, 0 (argmax drafts) among them.
 
     target, drafters: fingerprints of the weights, the drafters' by name.
     draft_temperatures: the grid, the target's own temperature in it.
@@ -193,9 +194,15 @@ class EvaluationPlan(Strict):
     num_decoded: int | None = None
 
     def differences(self, other: "EvaluationPlan") -> list[str]:
-        """Return the names of the fields that differ; drafters that the other plan adds are no difference."""
-        mine = self.model_copy(update={"drafters": other.drafters | self.drafters})
-        return [name for name in type(self).model_fields if getattr(mine, name) != getattr(other, name)]
+        """Return what differs, by name; what the other plan adds that may be added is no difference."""
+        grown = {
+            "drafters": other.drafters | self.drafters,
+            "draft_temperatures": sorted({*self.draft_temperatures, *other.draft_temperatures}),
+            "one_hot": self.one_hot or other.one_hot,
+        }
+        mine = self.model_copy(update=grown)
+        found = [name for name in type(self).model_fields if getattr(mine, name) != getattr(other, name)]
+        return ["argmax drafts" if name == "one_hot" else name for name in found]
 
     def refuse_another(self, folder: Path) -> None:
         """Raise if a folder holds another evaluation, or parts of one without a plan."""
@@ -205,7 +212,7 @@ class EvaluationPlan(Strict):
             if wrong:
                 raise EvaluationError(
                     f"{folder} holds another evaluation: {', '.join(wrong)} differ. Choose another --out; only "
-                    "drafters may be added"
+                    "drafters and draft temperatures may be added"
                 )
             return
         parts = [name for name in ("texts", "predictions", "records", "results.json") if (folder / name).exists()]

@@ -102,6 +102,22 @@ class HeldOutPoint(Strict):
     draft_length: dict[Rule, float]
 
 
+class SpeedSettings(Strict):
+    """Says what a measured speed depends on beside what was decoded. processor: the name of the GPU, or of the CPU."""
+
+    num_processes: int
+    threads: int
+    device: str
+    dtype: str
+    processor: str
+
+    def __str__(self) -> str:
+        processes = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        each = " each" if self.num_processes > 1 else ""
+        return f"{processes} with {threads}{each}, in {self.dtype} on {self.processor}"
+
+
 class DrafterAbout(Strict):
     """Describes a drafter of the evaluation.
 
@@ -121,6 +137,7 @@ class DrafterAbout(Strict):
     learning_curve: what its run measured up to this checkpoint; empty outside a run, and without held-out texts.
     fingerprint: of its weights and configuration.
     data: identity of the texts that it was trained on; None if the folder does not tell.
+    speed_settings: what its answers were decoded with, and autoregressive ones beside them; empty if not recorded.
     """
 
     name: str
@@ -144,6 +161,7 @@ class DrafterAbout(Strict):
     lengths_by_proposals: dict[Rule, list[float]] = {}
     proposal_choice: ProposalChoice | None = None
     data: str | None = None
+    speed_settings: list[SpeedSettings] = []
 
     @property
     def progress(self) -> str | None:
@@ -156,6 +174,14 @@ class DrafterAbout(Strict):
     def full_label(self) -> str:
         """Give the label, and how far training had come if it was cut short: ``BV at step 264 of 20,000``."""
         return f"{self.label} at step {self.progress}" if self.unfinished else self.label
+
+    def edge_of_grid(self, rule: str) -> Literal["lowest", "highest"] | None:
+        """Tell whether the best draft temperature is at an end of its grid, so that one beyond may be better."""
+        tried = [point.draft_temperature for point in self.temperatures]
+        best = self.best_draft_temperature.get(rule)
+        if len(tried) < 2 or best not in (min(tried), max(tried)):
+            return None
+        return "lowest" if best == min(tried) else "highest"
 
 
 def training_budget(recipe: Mapping[str, Any], data: str | None) -> dict[str, Any]:
@@ -179,6 +205,9 @@ def training_budget(recipe: Mapping[str, Any], data: str | None) -> dict[str, An
 class Cell(Strict):
     """Holds what was measured of one drafter under one rule and draft temperature on one task.
 
+    If no prompt of the task was decoded, the predicted length is all that was measured: counts are 0, and the other
+    fields None or empty.
+
     choice: how the draft temperature was chosen, see `TemperatureChoice`.
     acceptance_length: tau, tokens per verification call, correction or bonus included, prefill excluded, pooled.
     draft_length: the same without correction and bonus.
@@ -197,31 +226,34 @@ class Cell(Strict):
     num_generations: int
     num_rounds: int
     num_tokens: int
-    acceptance_length: Interval
-    draft_length: Interval
-    retention: list[float]
-    conditional: list[float | None]
-    whole_block_rate: float
+    acceptance_length: Interval | None = None
+    draft_length: Interval | None = None
+    retention: list[float] = []
+    conditional: list[float | None] = []
+    whole_block_rate: float | None = None
     predicted_length: Interval
-    tokens_per_second: float
-    baseline_tokens_per_second: float
-    speedup: Interval
-    seconds: dict[str, float]
-    baseline_seconds: dict[str, float]
+    tokens_per_second: float | None = None
+    baseline_tokens_per_second: float | None = None
+    speedup: Interval | None = None
+    seconds: dict[str, float] = {}
+    baseline_seconds: dict[str, float] = {}
 
 
 class Average(Strict):
-    """Holds means over the tasks with equal weight, of the cells of one drafter, rule and choice."""
+    """Holds means over the tasks with equal weight, of the cells of one drafter, rule and choice.
+
+    Only the predicted length is there if nothing was decoded.
+    """
 
     drafter: str
     rule: Rule
     choice: TemperatureChoice
     draft_temperature: float
-    acceptance_length: Interval
-    draft_length: Interval
-    whole_block_rate: float
+    acceptance_length: Interval | None = None
+    draft_length: Interval | None = None
+    whole_block_rate: float | None = None
     predicted_length: Interval
-    speedup: Interval
+    speedup: Interval | None = None
 
 
 class PairedRatio(Strict):
@@ -268,7 +300,7 @@ class Results(Strict):
     """Holds one evaluation: ``results.json``.
 
     settings: temperature, max_new_tokens, seed, num_bootstrap and whatever else was asked for.
-    provenance: versions, machine, threads, processes, GPU, start and end.
+    provenance: versions, machine, threads, processes, GPU, start and end of the last run that decoded anything.
     comparisons: every drafter with the baselines that were asked for, or with the one of its kind: the first one
         trained with CE, else the first one. Means over the tasks are compared, and lengths also task by task.
     dynamics_obstacles: by drafter, why its training dynamics were not measured although they were asked for.

@@ -48,6 +48,11 @@ def evaluated(folder: str | Path, drafter: Drafter) -> Evaluated:
     if name is None:
         there = ", ".join(f"{each.name} ({each.fingerprint})" for each in results.drafters)
         raise EvaluationError(f"{folder} has no drafter with these weights, whose fingerprint is {own}; it has {there}")
+    if not any(each.decoded_prompts for each in results.tasks):
+        raise EvaluationError(
+            f"{folder} has predicted lengths only, and a card shows what was measured: evaluate with --num-decoded 1 "
+            "or more"
+        )
     return Evaluated(results, profile, [each for each in profile.entries if each.drafter == name])
 
 
@@ -258,7 +263,7 @@ def _serving(config: DrafterConfig, flavour: Format, verifier: str) -> str:
 def evaluation_in_words(found: Evaluated) -> str:
     """Return lengths by rule, and acceptance by position, of an evaluation."""
     settings = found.results.settings
-    tasks = ", ".join(f"{each.num_decoded or each.num_prompts} prompts of {each.title}" for each in found.results.tasks)
+    tasks = ", ".join(f"{each.decoded_prompts} prompts of {each.title}" for each in found.results.tasks)
     rows = [
         "| rule | draft temperature | tokens per call, macro | tokens per call, micro | calls |",
         "|" + " -- |" * 5,
@@ -315,10 +320,12 @@ def record_in_words(record: ShippedDrafter) -> str:
         return f"Tokens per verification call: {UNKNOWN}."
     whose = "the weights of the run, before they were rounded" if found.weights == "run" else "these weights"
     tasks = ", ".join(f"{num} prompts of {name}" for name, num in found.tasks.items())
-    rows = ["| rule | draft temperature | predicted tokens per call | measured | speed-up |", "|" + " -- |" * 5]
+    heads = ["rule", "draft temperature", "predicted tokens per call", "measured", "speed-up"]
+    rows = [f"| {' | '.join(heads)} |", "|" + " -- |" * len(heads)]
     for each in found.lengths:
-        lengths = f"{each.predicted_length.shown()} | {each.acceptance_length.shown()}"
-        rows.append(f"| {each.rule} | {_draft_temperature(each)} | {lengths} | {each.speedup.value:.2f} |")
+        numbers = (each.predicted_length, each.acceptance_length, each.speedup)
+        values = ["-" if number is None else number.shown() for number in numbers]
+        rows.append(f"| {' | '.join([each.rule, _draft_temperature(each), *values])} |")
     return (
         f"With {whose}, at the target's temperature {found.temperature:g}, up to {found.max_new_tokens} tokens an "
         f"answer; means over {tasks}, with 95% intervals over prompts. The speed-up is that of the machine that "

@@ -28,7 +28,7 @@ from blockdraft.evaluation.results import (
     read_results,
     read_traces,
 )
-from blockdraft.verification import Rule
+from blockdraft.verification import RULES, Rule
 
 KINDS = {"dflash": "DFlash", "dspark": "DSpark"}
 GROUPS = {"math": "Math", "code": "Code", "chat": "Chat"}
@@ -191,13 +191,13 @@ class Entry:
         return place, self.label
 
     def cells(self, rule: Rule, choice: TemperatureChoice) -> list[Cell]:
-        """Return its measurements under one rule, a cell for each task."""
+        """Return what was measured of it in decoding under one rule, a cell for each task."""
         name = self.about.name
         found = self.evaluation.results.cells
-        return [c for c in found if (c.drafter, c.rule, c.choice) == (name, rule, choice)]
+        return [c for c in found if (c.drafter, c.rule, c.choice) == (name, rule, choice) and c.num_generations]
 
     def cell(self, rule: Rule, choice: TemperatureChoice, task: str) -> Cell | None:
-        """Return its measurement on one task, if there is one."""
+        """Return what was measured of it on one task, if there is anything."""
         return next((c for c in self.cells(rule, choice) if c.task == task), None)
 
     def average(self, rule: Rule, choice: TemperatureChoice) -> Average | None:
@@ -222,7 +222,7 @@ class Entry:
     def baseline_spent(self, rule: Rule) -> Spent:
         """Return the time of decoding without a drafter on the same tasks; its tokens follow from its speed."""
         cells = self.cells(rule, "paper")
-        tokens = sum(c.baseline_tokens_per_second * sum(c.baseline_seconds.values()) for c in cells)
+        tokens = sum((c.baseline_tokens_per_second or 0.0) * sum(c.baseline_seconds.values()) for c in cells)
         return Spent.pooled((c.baseline_seconds for c in cells), tokens)
 
     def over(
@@ -348,13 +348,61 @@ class Comparison:
         named = [f"{which} ({', '.join(names)})" if len(found) > 1 else which for which, names in found.items()]
         return f"Evaluated checkpoints: {'; '.join(named)}."
 
+    def edges(self, entries: Sequence[Entry] | None = None) -> str:
+        """Say where the best draft temperature of drafters, these or all, is the lowest or highest that was tried.
+
+        This is a sentence for captions, behind a space; nothing if there is none.
+        """
+        entries = self.entries if entries is None else entries
+        found: dict[str, list[str]] = {}
+        for entry in entries:
+            target = "" if all(e.target == entry.target for e in entries) else f"{entry.target} "
+            for edge in ("lowest", "highest"):
+                rules = [rule for rule in RULES if entry.about.edge_of_grid(rule) == edge]
+                if rules:
+                    found.setdefault(edge, []).append(f"{target}{entry.title} ({' and '.join(rules)} verification)")
+        listed = "; ".join(f"the {edge} that was tried for {', '.join(names)}" for edge, names in found.items())
+        return f" The best draft temperature is {listed}, so one beyond may be better." if listed else ""
+
     def autoregressive(self, target: str, rule: Rule) -> dict[str, Spent]:
-        """Return the time of decoding without a drafter, for every evaluation of a target, by a name for its row."""
-        first = {e.evaluation.name: e for e in reversed(self.of(target)) if e.cells(rule, "paper")}
-        return {
-            f"Autoregressive ({name})" if len(first) > 1 else "Autoregressive": entry.baseline_spent(rule)
-            for name, entry in reversed(first.items())
-        }
+        """Return the time of decoding without a drafter, for every evaluation of a target, by a name for its row.
+
+        There are several of an evaluation if its drafters were not all decoded with the same speed settings.
+        """
+        entries = [e for e in reversed(self.of(target)) if e.cells(rule, "paper")]
+        first = {(e.evaluation.name, tuple(e.about.speed_settings)): e for e in entries}
+        times = Counter(name for name, _ in first)
+        found = {}
+        for (name, _), entry in reversed(first.items()):
+            notes = [name] if len(times) > 1 else []
+            notes += [f"beside {entry.title}"] if times[name] > 1 else []
+            found["Autoregressive" + (f" ({', '.join(notes)})" if notes else "")] = entry.baseline_spent(rule)
+        return found
+
+    @cached_property
+    def undecoded(self) -> list[str]:
+        """Say of which evaluations nothing was decoded, if there are any."""
+        found = [e.name for e in self.evaluations if not any(task.decoded_prompts for task in e.results.tasks)]
+        which = "" if len(found) == len(self.evaluations) else f" in {', '.join(found)}"
+        said = f"Nothing was decoded{which}: lengths are predicted from the target's own texts, and none was measured."
+        return [f"{said} Neither were speed-ups."] if found else []
+
+    @cached_property
+    def speeds(self) -> list[str]:
+        """Say of which evaluations not all drafters were decoded with the same speed settings, if there are any."""
+        notes = []
+        for evaluation in self.evaluations:
+            found: dict[str, list[str]] = {}
+            for entry in (e for e in self.entries if e.evaluation is evaluation):
+                settings = " and ".join(map(str, entry.about.speed_settings)) or "settings that are not recorded"
+                found.setdefault(settings, []).append(entry.title)
+            if len(found) > 1:
+                listed = "; ".join(f"{', '.join(titles)} by {settings}" for settings, titles in found.items())
+                notes.append(
+                    f"Drafters of {evaluation.name} were timed in several ways ({listed}). Each speed-up is over "
+                    "autoregressive decoding in the same way."
+                )
+        return notes
 
     @cached_property
     def differences(self) -> list[str]:

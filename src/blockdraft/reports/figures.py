@@ -54,7 +54,7 @@ def tasks_figure(comparison: Comparison, target: str, look: Look) -> Drawing | N
             for number, entry in enumerate(members):
                 shift = (number - (len(members) - 1) / 2) * min(0.25, 0.75 / len(members))
                 found = [(i, entry.cell(rule, "paper", name)) for i, name in enumerate(names)]
-                points = [(i + shift, cell.acceptance_length) for i, cell in found if cell is not None]
+                points = [(i + shift, c.acceptance_length) for i, c in found if c and c.acceptance_length]
                 values = [e.value for _, e in points]
                 spread = [[e.value - e.low for _, e in points], [e.high - e.value for _, e in points]]
                 style = look(entry)
@@ -155,7 +155,7 @@ def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Draw
     title = f"Draft temperature, {target}"
     caption = (
         "Acceptance length predicted from the target's own texts, mean over the tasks. A ring marks the best "
-        "temperature tried." + (" Open markers at 0 are argmax drafts." if argmax else "")
+        "temperature tried." + (" Open markers at 0 are argmax drafts." if argmax else "") + comparison.edges(entries)
     )
     return Drawing(f"temperature-{comparison.file_name(target)}", title, caption, figure)
 

@@ -50,7 +50,8 @@ class Headline:
     """Says what was shown of one kind of drafter on one target.
 
     new, old: labels of the drafter and of the baseline, None if there is none.
-    findings: predicted length, measured length, speed-up. note: what a reader must know beside.
+    findings: predicted length; measured length and speed-up if anything was decoded.
+    note: what a reader must know beside.
     """
 
     target: str
@@ -58,7 +59,7 @@ class Headline:
     setting: str
     new: str
     old: str | None
-    findings: tuple[Contrast, Contrast, Contrast]
+    findings: tuple[Contrast, ...]
     note: str | None
 
     @property
@@ -90,15 +91,15 @@ class Headline:
     @property
     def sentences(self) -> list[str]:
         """Give the findings in words."""
-        shown = [found.new.shown(found.unit) for found in self.findings]
-        said = [
-            f"Predicted from the target's own texts, {self.new} yields {shown[0]} tokens per verification call",
-            f"Measured in decoding, {self.new} yields {shown[1]}",
-            f"Decoding with {self.new} is {shown[2]} as fast as without a drafter",
-        ]
-        for number, (joint, found) in enumerate(zip((" and", " and", ", with"), self.findings, strict=True)):
-            if found.old is not None:
-                said[number] += f"{joint} {self.old} {found.old.shown(found.unit)}: {found.gain}"
+        forms = (
+            ("Predicted from the target's own texts, {} yields {} tokens per verification call", " and"),
+            ("Measured in decoding, {} yields {}", " and"),
+            ("Decoding with {} is {} as fast as without a drafter", ", with"),
+        )
+        said = []
+        for (form, joint), found in zip(forms, self.findings, strict=False):
+            beside = "" if found.old is None else f"{joint} {self.old} {found.old.shown(found.unit)}: {found.gain}"
+            said.append(form.format(self.new, found.new.shown(found.unit)) + beside)
         return [*(f"{sentence}." for sentence in said), *([self.note] if self.note else [])]
 
     def __str__(self) -> str:
@@ -165,7 +166,12 @@ def page(
             targets=", ".join(comparison.targets),
             variables=css(),
             headlines=headlines(comparison),
-            notes=[*filter(None, [comparison.over_seeds]), *comparison.differences],
+            notes=[
+                *filter(None, [comparison.over_seeds]),
+                *comparison.undecoded,
+                *comparison.speeds,
+                *comparison.differences,
+            ],
             tables=tables,
             study=study,
             drawings=drawings,
@@ -275,7 +281,7 @@ def _drafters(comparison: Comparison) -> Table:
         rows.append(TableRow((entry.target, entry.kind, entry.label), values))
     heads = ("Parameters", "Layers", "Proposals", "Step", "Best draft T", "Path")
     columns = tuple(Column((head,), head.lower()) for head in heads)
-    caption = "Step and path tell which checkpoint of a run was evaluated."
+    caption = f"Step and path tell which checkpoint of a run was evaluated.{comparison.edges()}"
     return Table("drafters", "Drafters", caption, ("Target", "Drafter", "Loss"), columns, tuple(rows))
 
 
@@ -362,20 +368,22 @@ def _headline(comparison: Comparison, rule: Rule, group: Averages) -> Headline:
     baselines = [m for m in group if m[0].about.label == "CE" and m[0] is not new]
     old, of_old = max(baselines, key=lambda m: m[1].predicted_length.value, default=(None, None))
 
-    def contrast(what: str, quantity: Quantity, unit: str = "") -> Contrast:
-        ours: Interval = getattr(of_new, quantity)
-        if old is None:
+    def contrast(what: str, quantity: Quantity, unit: str = "") -> Contrast | None:
+        ours: Interval | None = getattr(of_new, quantity)
+        theirs: Interval | None = getattr(of_old, quantity, None)
+        if ours is None:
+            return None
+        if old is None or theirs is None:
             return Contrast(what, unit, ours, None, None)
-        theirs: Interval = getattr(of_old, quantity)
         ratio = new.over(old, rule, "paper", quantity)
         gain = Gain.unpaired(ours, theirs) if ratio is None else Gain.paired(ratio)
         return Contrast(what, unit, ours, theirs, gain)
 
-    findings = (
+    findings = [
         contrast("Tokens per call, predicted", "predicted_length"),
         contrast("Tokens per call, measured", "acceptance_length"),
         contrast("Speed-up", "speedup", "×"),
-    )
+    ]
     differ = [what for what, value in _budget(new, group).items() if old and value != _budget(old, group)[what]]
     note = f"They were trained differently ({', '.join(differ)}), so the loss is not all that differs."
     return Headline(
@@ -384,7 +392,7 @@ def _headline(comparison: Comparison, rule: Rule, group: Averages) -> Headline:
         comparison.setting(rule),
         new.label,
         old.label if old else None,
-        findings,
+        tuple(filter(None, findings)),
         note if differ else None,
     )
 

@@ -1,7 +1,7 @@
 """Make the paper's tables, and a few more, from whatever was evaluated.
 
-What was not measured is an en dash; a table with nothing to show is left out. The paper's layouts are those of
-`main`, `token_verification`, `annealing`, `full` for each target, and `objectives`. As in the paper, BV without
+What was not measured is an en dash; a column or table with nothing to show is left out. The paper's layouts are those
+of `main`, `token_verification`, `annealing`, `full` for each target, and `objectives`. As in the paper, BV without
 annealing is a row of `annealing` and of no other of these.
 """
 
@@ -123,7 +123,7 @@ def tables(comparison: Comparison) -> list[Table]:
     found.append(objectives_table(comparison))
     found += [retention_table(comparison, target) for target in comparison.targets]
     found += [lengths_table(comparison), seconds_table(comparison)]
-    shown = [table for table in found if any(v != MISSING for row in table.rows for v in row.values)]
+    shown = [table for table in map(_without_empty_columns, found) if table.columns]
     return [t if t.name == OBJECTIVES else replace(t, caption=comparison.caption(t.caption)) for t in shown]
 
 
@@ -182,10 +182,11 @@ def gains_by_task_table(comparison: Comparison, target: str) -> Table:
 
 def best_temperature_table(comparison: Comparison) -> Table:
     """Show the main quantities at the draft temperature that suits each drafter best."""
-    columns, rows = _losses_by_drafters(comparison, ("block", "token"), "best", (DRAFT_TEMPERATURE, TAU, SPEEDUP))
+    metrics = (DRAFT_TEMPERATURE, PREDICTED, TAU, SPEEDUP)
+    columns, rows = _losses_by_drafters(comparison, ("block", "token"), "best", metrics)
     caption = (
         "Each drafter at the draft temperature where its predicted acceptance length is largest. "
-        f"{comparison.evaluated()} {COUNTED} {BEST}"
+        f"{comparison.evaluated()} {COUNTED} {BEST}{comparison.edges()}"
     )
     return Table("best-temperature", "Best draft temperature", caption, ("Target", "Loss"), columns, rows)
 
@@ -304,7 +305,7 @@ def lengths_table(comparison: Comparison) -> Table:
     caption = (
         f"Means over the tasks with 95% intervals ({comparison.interval_basis}). {comparison.evaluated()} Predicted: "
         "from the target's own texts, without the luck of decoding. Drafts only: without correction and bonus tokens. "
-        "Whole blocks: rounds that kept every proposal."
+        f"Whole blocks: rounds that kept every proposal.{comparison.edges()}"
     )
     columns = tuple(metric.column(()) for metric in LENGTHS)
     labels = ("Target", "Setting", "Drafter", "Loss")
@@ -337,6 +338,13 @@ def seconds_table(comparison: Comparison) -> Table:
     caption = "Seconds, summed over all generations of all tasks, beside autoregressive decoding in the same run."
     labels = ("Target", "Setting", "Drafter", "Loss")
     return Table("seconds", "Seconds by phase", caption, labels, tuple(columns), tuple(rows))
+
+
+def _without_empty_columns(table: Table) -> Table:
+    """Return a table without the columns in which nothing was measured."""
+    kept = [i for i in range(len(table.columns)) if any(row.values[i] != MISSING for row in table.rows)]
+    rows = (replace(row, values=tuple(row.values[i] for i in kept)) for row in table.rows)
+    return replace(table, columns=tuple(table.columns[i] for i in kept), rows=tuple(rows))
 
 
 def _ablation(comparison: Comparison) -> list[Entry]:

@@ -163,19 +163,19 @@ class Table:
         return num
 
 
-def length(estimate: Interval) -> CellValue:
+def length(estimate: Interval | None) -> CellValue:
     """Show tokens with two decimals."""
     return _ranked(estimate, "{:.2f}".format)
 
 
-def times(estimate: Interval) -> CellValue:
+def times(estimate: Interval | None) -> CellValue:
     """Show a factor: 3.71×."""
     return _ranked(estimate, "{:.2f}×".format)
 
 
-def with_interval(estimate: Interval) -> CellValue:
+def with_interval(estimate: Interval | None) -> CellValue:
     """Show tokens and the 95% interval: 4.95 [4.80, 5.10]."""
-    return CellValue(estimate.shown(), estimate.value, estimate.bounds)
+    return MISSING if estimate is None else CellValue(estimate.shown(), estimate.value, estimate.bounds)
 
 
 def plain(number: float | int | str | None, form: str = "{}") -> CellValue:
@@ -215,7 +215,9 @@ def _shown(value: CellValue) -> float:
     return float(value.text.rstrip("×%"))
 
 
-def _ranked(estimate: Interval, form: Callable[[float], str]) -> CellValue:
+def _ranked(estimate: Interval | None, form: Callable[[float], str]) -> CellValue:
+    if estimate is None:
+        return MISSING
     return CellValue(form(estimate.value), estimate.value, estimate.bounds, ranked=True)
 
 

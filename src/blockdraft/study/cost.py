@@ -124,7 +124,8 @@ def answers_to_decode(study: "Study") -> Answers:
     asked, assumed = study.recipe.evaluation, study.recipe.hardware
     pairs = study.evaluations_left()
     counts = count_prompts(asked.tasks, asked.num_prompts) if pairs else []
-    protocol = Protocol(rules=tuple(asked.rules), draft_temperatures=tuple(asked.draft_temperatures or GRID))
+    grid = tuple(asked.draft_temperatures or GRID)
+    protocol = Protocol(rules=tuple(asked.rules), draft_temperatures=grid, one_hot=asked.argmax_drafts)
     best: dict[str, float] = dict.fromkeys(protocol.sampled_rules, -1.0)  # not the paper's: the most setups
     if len(protocol.grid) == 1:
         best = dict.fromkeys(protocol.sampled_rules, protocol.temperature)
@@ -136,7 +137,8 @@ def answers_to_decode(study: "Study") -> Answers:
         if not evaluated:
             setups += len({protocol.baseline(rule) for rule in protocol.rules})
             texts = len(protocol.text_kinds) * sum(counts)
-        decoded = setups * sum(min(asked.num_decoded or count, count) for count in counts)
+        per_task = max(counts, default=0) if asked.num_decoded is None else asked.num_decoded
+        decoded = setups * sum(min(per_task, count) for count in counts)
         num += texts + decoded
         seconds += asked.max_new_tokens * (texts / assumed.sampling_rate + decoded / assumed.decoding_rate)
     return Answers(num, seconds / assumed.devices / 3600)

@@ -51,14 +51,17 @@ class StudyEvaluation(Section):
     prompts: Path | None = Field(None, description="a folder with NAME.jsonl for the benchmarks; null is the Hub")
     num_prompts: int | None = Field(None, ge=1, description="prompts of each task; null is as many as the paper's")
     num_decoded: int | None = Field(
-        None, ge=1, description="of these, prompts that are also decoded; null is all. Predicted lengths use all"
+        None, ge=0, description="of these, prompts that are also decoded; null is all. Predicted lengths use all"
     )
     max_new_tokens: int = Field(256, ge=2, description="longest answer")
     rules: list[Literal["greedy", "token", "block"]] = Field(
         ["greedy", "token", "block"], min_length=1, description="verification rules"
     )
     draft_temperatures: list[Annotated[float, Field(gt=0)]] | None = Field(
-        None, min_length=1, description="grid for the best draft temperature; null is 0.3 to 1.2, [1] only the paper's"
+        None, min_length=1, description="grid for the best draft temperature; null is 0.1 to 1.2, [1] only the paper's"
+    )
+    argmax_drafts: bool = Field(
+        True, description="whether argmax drafts are measured as well, as serving engines draft by default"
     )
     checkpoint: Literal["last", "best"] = Field("last", description="the paper evaluates the last checkpoint")
     num_traces: int = Field(2, ge=0, description="prompts of each task for the report's block explorer")

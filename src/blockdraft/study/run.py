@@ -151,6 +151,8 @@ class Study:
         arguments += ["--baseline", *baselines] if baselines else []
         if evaluation.draft_temperatures is not None:
             arguments += ["--draft-temperatures", *map(str, evaluation.draft_temperatures)]
+        if not evaluation.argmax_drafts:
+            arguments += ["--no-argmax-drafts"]
         if evaluation.num_prompts is not None:
             arguments += ["--num-prompts", str(evaluation.num_prompts)]
         if evaluation.num_decoded is not None:

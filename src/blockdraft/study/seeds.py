@@ -172,15 +172,18 @@ def _drafter(seeds: Sequence[DrafterAbout]) -> DrafterAbout:
             "learning_curve": curve,
             "fingerprint": None,
             "proposal_choice": None,
+            "speed_settings": list(dict.fromkeys(each for about in seeds for each in about.speed_settings)),
         }
     )
 
 
 def _cell(seeds: Sequence[Cell]) -> Cell:
     first = seeds[0]
+    if not all(each.num_generations for each in seeds):
+        return first.model_copy(update=_lengths(seeds))
     retention = _means([each.retention for each in seeds])
     num_tokens = sum(each.num_tokens for each in seeds)
-    baseline_tokens = sum(c.baseline_tokens_per_second * sum(c.baseline_seconds.values()) for c in seeds)
+    baseline_tokens = sum((c.baseline_tokens_per_second or 0.0) * sum(c.baseline_seconds.values()) for c in seeds)
     spent = Spent.pooled((each.seconds for each in seeds), num_tokens)
     baseline = Spent.pooled((each.baseline_seconds for each in seeds), baseline_tokens)
     return first.model_copy(
@@ -208,12 +211,14 @@ def _average(seeds: Sequence[Average]) -> Average:
 
 
 def _lengths(seeds: Sequence[Cell] | Sequence[Average]) -> dict[str, object]:
-    """Return the means of what cells and averages share."""
+    """Return the means of what cells and averages share; None of what a seed lacks, as it does without decoding."""
     quantities = ("acceptance_length", "draft_length", "predicted_length", "speedup")
+    lengths = {name: [getattr(each, name) for each in seeds] for name in quantities}
+    whole = [each.whole_block_rate for each in seeds if each.whole_block_rate is not None]
     return {
-        **{name: _interval(getattr(each, name) for each in seeds) for name in quantities},
+        **{name: None if None in each else _interval(each) for name, each in lengths.items()},
         "draft_temperature": fmean(each.draft_temperature for each in seeds),
-        "whole_block_rate": fmean(each.whole_block_rate for each in seeds),
+        "whole_block_rate": fmean(whole) if len(whole) == len(seeds) else None,
     }
 
 

@@ -85,6 +85,7 @@ def summarize(study: StudyRecipe, out: Path) -> StudySummary:
         wins = {name: _count_wins(study, results, name, baseline) for name in others}
         tables += [_gains_table(study, results, baseline, quantity) for quantity in QUANTITIES]
         tables.append(_wins_table(study, wins.values()))
+    tables = [table for table in tables if table.columns]  # none of measured lengths if nothing was decoded
     folder = out / "report"
     for pattern in ("study-*-over-*", "study-wins.*"):  # the baseline may have been another one
         for stale in (folder / "tables").glob(pattern):
@@ -276,7 +277,7 @@ def _count_wins(study: StudyRecipe, results: AllResults, objective: str, baselin
     measured = [
         ours.acceptance_length.value > theirs.acceptance_length.value
         for ours, theirs in pairs
-        if ours.num_rounds and theirs.num_rounds
+        if ours.acceptance_length and theirs.acceptance_length and ours.num_rounds and theirs.num_rounds
     ]
     titles = (_title(study, results, objective), _title(study, results, baseline))
     return Ahead(*titles, Count(sum(predicted), len(predicted)), Count(sum(measured), len(measured)))
