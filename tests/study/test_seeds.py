@@ -2,11 +2,13 @@
 
 import json
 from statistics import fmean, stdev
+from types import SimpleNamespace
 
 import pytest
 
 from blockdraft.reports import read_evaluations, tables, write_report
 from blockdraft.reports.figures import figures
+from blockdraft.runs import Run
 from blockdraft.study import load_study
 from blockdraft.study.seeds import Spread, mean_over_seeds
 from blockdraft.study.summary import Count, summarize
@@ -193,6 +195,31 @@ def study_of(folder, seeds, spec=SPEC):
         write(folder / "evaluations" / f"pocket-seed{seed}", found)
     summary = summarize(load_study(folder / "s.yaml"), folder)
     return summary, {table.name: table for table in summary.tables}
+
+
+def test_the_cost_of_training_is_told_by_objective_beside_the_baselines(tmp_path, seeds, monkeypatch):
+    assert "study-cost" not in study_of(tmp_path, seeds)[1]  # the runs are not there
+    rates = {
+        "ce-seed42": [(None, None), (1.0, 2.0), (10.0, 2.0)], "ce-seed43": [(5.0, 3.0), (2.0, 2.5), (4.0, None)],
+        "bv-seed43": [(2.0, None)],
+    }  # fmt: skip
+    monkeypatch.setattr(Run, "is_run", lambda folder: folder.name.removeprefix("pocket-dflash-") in rates)
+
+    def opened(folder):
+        logged = rates[folder.name.removeprefix("pocket-dflash-")]
+        return SimpleNamespace(metrics=lambda: [{"steps_per_second": a, "peak_memory_gib": b} for a, b in logged])
+
+    monkeypatch.setattr(Run, "open", opened)
+    table = study_of(tmp_path, seeds)[1]["study-cost"]
+    assert [(row.labels[2], [value.number for value in row.values]) for row in table.rows] == [
+        ("CE", [0.25, 1.0, 3.0]), ("BV", [0.5, 2.0, None]),
+    ]  # fmt: skip
+    assert [column.heads for column in table.columns] == [("Seconds a step",), ("Relative to CE",), ("Peak GiB",)]
+    assert "Cells may have run side by side" in table.caption
+    assert (tmp_path / "report" / "tables" / "study-cost.csv").exists()
+    rates.clear()
+    study_of(tmp_path, seeds)
+    assert not (tmp_path / "report" / "tables" / "study-cost.csv").exists()
 
 
 def test_gains_of_one_seed_have_the_intervals_over_prompts_of_its_evaluation(tmp_path, seeds):

@@ -25,6 +25,7 @@ from blockdraft.reports import write_report
 from blockdraft.reports.table import MISSING, CellValue, Column, Table, TableRow, plain, with_interval
 from blockdraft.study.plan import StudyRecipe
 from blockdraft.study.seeds import Spread, mean_over_seeds
+from blockdraft.study.taken import cost_table
 from blockdraft.verification import Rule
 
 QUANTITIES: dict[Quantity, str] = {
@@ -86,8 +87,11 @@ def summarize(study: StudyRecipe, out: Path) -> StudySummary:
         tables += [_gains_table(study, results, baseline, quantity) for quantity in QUANTITIES]
         tables.append(_wins_table(study, wins.values()))
     tables = [table for table in tables if table.columns]  # none of measured lengths if nothing was decoded
+    over = None if baseline is None else _title(study, results, baseline)
+    cost = cost_table(study, out, _labels(study, results), over)
+    tables += [] if cost is None else [cost]
     folder = out / "report"
-    for pattern in ("study-*-over-*", "study-wins.*"):  # the baseline may have been another one
+    for pattern in ("study-*-over-*", "study-wins.*", "study-cost.*"):  # the baseline may have been another one
         for stale in (folder / "tables").glob(pattern):
             stale.unlink()
     counted = {
