@@ -74,7 +74,7 @@ def test_the_card_holds_the_acceptance_profile_of_an_evaluation(run, tmp_path):
     facts = RunFacts(evaluation=evaluated(tmp_path / "evaluation", drafter))
     export_drafter(drafter, model, tmp_path / "out", "flat", facts=facts)
     text = (tmp_path / "out" / "README.md").read_text()
-    assert "By decoding 3 prompts of One, 1 prompts of Two" in text
+    assert "By decoding 3 prompts of One, 1 prompt of Two" in text
     assert "Macro is the mean over the tasks" in text
     entries = read_profile(tmp_path / "evaluation").entries
     assert {each.rule for each in entries} == {"greedy", "token", "block"}

@@ -16,6 +16,8 @@ from blockdraft.data import Prompt
 from blockdraft.drafters import SHIPPED, CheckpointError, DrafterConfig, find_drafter, load_drafter
 from blockdraft.evaluation import Evaluation, EvaluationError, Protocol, Task, load_candidates, read_results
 from blockdraft.evaluation.candidates import ShippedDrafter, shipped_drafters, shipped_record
+from blockdraft.evaluation.results import Interval
+from blockdraft.export.card import record_in_words
 from blockdraft.export.shipping import measurement, public_recipe, training_command, write_shipped_card
 from blockdraft.recipes import Recipe, load_recipe
 from blockdraft.runs import Run
@@ -119,7 +121,8 @@ def test_the_record_says_how_it_was_made_and_nothing_of_the_machine(shipped, mad
     assert record.commands == [SOURCE, "blockdraft train recipe.yaml --out runs/tiny-dflash-bv"]
     assert record.num_bytes == 2 * record.num_parameters
     measured = record.measured
-    assert (measured.weights, measured.tasks) == ("run", {"one": 2})
+    assert (measured.weights, measured.tasks, measured.num_decoded) == ("run", {"one": 2}, {"one": 2})
+    assert (measured.num_processes, measured.num_threads) == (1, torch.get_num_threads())
     for each in results.averages:
         assert measured.length(each.rule, each.choice) == each.predicted_length
     lengths = measured.lengths_by_proposals["block"]
@@ -136,10 +139,58 @@ def test_the_card_has_the_lengths_and_the_recipe(shipped):
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "tiny qwen3"
     predicted = record.measured.length("block", "paper")
     assert f"{predicted.value:.2f} [{predicted.low:.2f}, {predicted.high:.2f}]" in card
+    speedup = next(each.speedup for each in record.measured.lengths if each.rule == "block")
+    assert speedup.bounds is not None
+    assert f"| {speedup.value:.2f} [{speedup.low:.2f}, {speedup.high:.2f}] |" in card
+    assert "means over 2 prompts of one; measured lengths and speed-ups over the same, which were all decoded" in card
     for command in record.commands:
         assert command in card
     inside = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert inside["objective"]["options"] == record.recipe.objective.options
+
+
+def test_the_card_says_what_was_predicted_what_was_decoded_and_how_it_was_timed(shipped):
+    record = ShippedDrafter.read(shipped)
+
+    def said(**changes):
+        measured = record.measured.model_copy(update={"tasks": {"gsm8k": 6, "aime25": 6}} | changes)
+        return record_in_words(record.model_copy(update={"measured": measured}))
+
+    means = "Predicted lengths are means over 6 prompts of each of 2 tasks (gsm8k, aime25); "
+    two = said(num_decoded={"gsm8k": 2, "aime25": 2}, num_processes=2, num_threads=1)
+    assert f"{means}measured lengths and speed-ups over 2 of each that were decoded." in two
+    assert "those of the machine that measured them, by 2 processes of 1 thread each." in two
+    uneven = said(num_decoded={"gsm8k": 2, "aime25": 1}, num_processes=1, num_threads=8)
+    assert "over those that were decoded: 2 prompts of gsm8k, 1 prompt of aime25." in uneven
+    assert "those of the machine that measured them, by 8 threads." in uneven
+    unknown = said(num_decoded=None, num_processes=None, num_threads=None)
+    assert f"{means}measured lengths and speed-ups over those that were decoded, whose number is not" in unknown
+    assert "those of the machine that measured them." in unknown
+    none = dict.fromkeys(("acceptance_length", "speedup"))
+    only = said(lengths=[each.model_copy(update=none) for each in record.measured.lengths])
+    assert f"{means}nothing was decoded." in only
+    assert "speed-up" not in only.lower()
+    names, wide = ("predicted_length", "acceptance_length", "speedup"), Interval(value=2, low=1, high=3)
+    bounded = record.measured.lengths[0].model_copy(update=dict.fromkeys(names, wide))
+    assert "95% intervals over prompts. " in said(lengths=[bounded])
+    point = bounded.model_copy(update={"speedup": Interval(value=2, low=2, high=2)})
+    assert "95% intervals over prompts; numbers without are of too few prompts for one." in said(lengths=[point])
+
+
+def test_an_evaluation_of_an_earlier_version_knows_how_answers_were_last_decoded(made):
+    results = read_results(made / "evaluation")
+    (about,) = results.drafters
+    older = results.model_copy(
+        update={
+            "drafters": [about.model_copy(update={"speed_settings": []})],
+            "provenance": results.provenance | {"num_processes": 2, "threads": 3},
+        }
+    )
+    measured = measurement(older, about.fingerprint)
+    assert (measured.num_processes, measured.num_threads) == (2, 3)
+    both = [about.speed_settings[0], about.speed_settings[0].model_copy(update={"threads": 99})]
+    mixed = results.model_copy(update={"drafters": [about.model_copy(update={"speed_settings": both})]})
+    assert measurement(mixed, about.fingerprint).num_threads is None
 
 
 def test_it_is_evaluated_under_its_recipes_label(shipped, target):

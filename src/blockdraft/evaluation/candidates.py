@@ -68,7 +68,10 @@ class Measurement(Strict):
     """Holds what an evaluation found of a drafter.
 
     weights: whether those of the run were evaluated, before they were rounded to bfloat16, or the shipped ones.
-    tasks: the number of prompts of each. lengths: a row for each rule and choice.
+    tasks: the number of prompts of each. num_decoded: how many of them measured lengths and speed-ups are of.
+    num_processes, num_threads: that decoded, each process with as many threads; None, as for num_decoded, if that is
+        not recorded, or was not always the same.
+    lengths: a row for each rule and choice.
     lengths_by_proposals: by rule, the predicted tokens per call if only the first 1, 2, .. B proposals are made.
     """
 
@@ -80,6 +83,9 @@ class Measurement(Strict):
     lengths: list[MeasuredLengths]
     lengths_by_proposals: dict[Rule, list[float]]
     provenance: Provenance
+    num_decoded: dict[str, int] | None = None
+    num_processes: int | None = None
+    num_threads: int | None = None
 
     def length(self, rule: Rule, choice: TemperatureChoice) -> Interval | None:
         """Return the predicted tokens per call; where no best is listed, the paper's draft temperature is the best."""

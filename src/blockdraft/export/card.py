@@ -263,7 +263,7 @@ def _serving(config: DrafterConfig, flavour: Format, verifier: str) -> str:
 def evaluation_in_words(found: Evaluated) -> str:
     """Return lengths by rule, and acceptance by position, of an evaluation."""
     settings = found.results.settings
-    tasks = ", ".join(f"{each.decoded_prompts} prompts of {each.title}" for each in found.results.tasks)
+    tasks = prompts_in_words({each.title: each.decoded_prompts for each in found.results.tasks})
     rows = [
         "| rule | draft temperature | tokens per call, macro | tokens per call, micro | calls |",
         "|" + " -- |" * 5,
@@ -319,18 +319,58 @@ def record_in_words(record: ShippedDrafter) -> str:
     if found is None:
         return f"Tokens per verification call: {UNKNOWN}."
     whose = "the weights of the run, before they were rounded" if found.weights == "run" else "these weights"
-    tasks = ", ".join(f"{num} prompts of {name}" for name, num in found.tasks.items())
-    heads = ["rule", "draft temperature", "predicted tokens per call", "measured", "speed-up"]
+    measured = any(each.acceptance_length for each in found.lengths)
+    heads = ["rule", "draft temperature", "predicted tokens per call", *(["measured", "speed-up"] if measured else [])]
     rows = [f"| {' | '.join(heads)} |", "|" + " -- |" * len(heads)]
+    too_few = ""
     for each in found.lengths:
-        numbers = (each.predicted_length, each.acceptance_length, each.speedup)
-        values = ["-" if number is None else number.shown() for number in numbers]
-        rows.append(f"| {' | '.join([each.rule, _draft_temperature(each), *values])} |")
-    return (
+        numbers = list(filter(None, (each.predicted_length, each.acceptance_length, each.speedup)))
+        if any(number.bounds is None for number in numbers):
+            too_few = "; numbers without are of too few prompts for one"
+        values = [each.rule, _draft_temperature(each), *(number.shown() for number in numbers)]
+        rows.append(f"| {' | '.join(values)} |")
+    said = (
         f"With {whose}, at the target's temperature {found.temperature:g}, up to {found.max_new_tokens} tokens an "
-        f"answer; means over {tasks}, with 95% intervals over prompts. The speed-up is that of the machine that "
-        "measured it.\n\n" + "\n".join(rows)
+        f"answer. Predicted lengths are means over {prompts_in_words(found.tasks)}; "
+        f"{_decoded_in_words(found) if measured else 'nothing was decoded'}. Brackets are 95% intervals over "
+        f"prompts{too_few}."
     )
+    if measured:
+        said += f" Speed-ups are those of the machine that measured them{_timing_in_words(found)}."
+    return said + "\n\n" + "\n".join(rows)
+
+
+def prompts_in_words(counts: Mapping[str, int]) -> str:
+    """Return the numbers of prompts of tasks: as one phrase if all are the same."""
+    numbers = set(counts.values())
+    if len(counts) > 1 and len(numbers) == 1:
+        return f"{_prompts(numbers.pop())} of each of {len(counts)} tasks ({', '.join(counts)})"
+    return ", ".join(f"{_prompts(num)} of {name}" for name, num in counts.items())
+
+
+def _prompts(num: int) -> str:
+    return "1 prompt" if num == 1 else f"{num} prompts"
+
+
+def _decoded_in_words(found: Measurement) -> str:
+    """Say what measured lengths and speed-ups are means over."""
+    which = "measured lengths and speed-ups over"
+    if found.num_decoded is None:
+        return f"{which} those that were decoded, whose number is not recorded"
+    if found.num_decoded == found.tasks:
+        return f"{which} the same, which were all decoded"
+    numbers = set(found.num_decoded.values())
+    if len(numbers) == 1:
+        return f"{which} {numbers.pop()}{' of each' if len(found.num_decoded) > 1 else ''} that were decoded"
+    return f"{which} those that were decoded: {prompts_in_words(found.num_decoded)}"
+
+
+def _timing_in_words(found: Measurement) -> str:
+    """Say how many processes and threads decoded, if that is recorded."""
+    if found.num_processes is None or found.num_threads is None:
+        return ""
+    threads = "1 thread" if found.num_threads == 1 else f"{found.num_threads} threads"
+    return f", by {found.num_processes} processes of {threads} each" if found.num_processes > 1 else f", by {threads}"
 
 
 def markdown_table(rows: list[tuple[str, Any]]) -> str:

@@ -167,6 +167,10 @@ def measurement(results: Results, fingerprint: str) -> Measurement:
         there = ", ".join(f"{each.name} ({each.fingerprint})" for each in results.drafters)
         raise EvaluationError(f"the evaluation has no drafter with the fingerprint {fingerprint}; it has {there}")
     settings = results.settings
+    timed: set[tuple[int | None, int | None]] = {(each.num_processes, each.threads) for each in about.speed_settings}
+    if not about.speed_settings:  # an evaluation by an earlier version knows how answers were last decoded
+        timed = {(results.provenance.get("num_processes"), results.provenance.get("threads"))}
+    num_processes, num_threads = timed.pop() if len(timed) == 1 else (None, None)
     made = {name: results.provenance.get(name) for name in Provenance.model_fields}
     return Measurement(
         weights="shipped" if about.checkpoint is None else "run",
@@ -181,6 +185,8 @@ def measurement(results: Results, fingerprint: str) -> Measurement:
             if each.drafter == about.name
         ],
         lengths_by_proposals=about.lengths_by_proposals, provenance=Provenance.model_validate(made),
+        num_decoded={each.name: each.decoded_prompts for each in results.tasks},
+        num_processes=num_processes, num_threads=num_threads,
     )  # fmt: skip
 
 
