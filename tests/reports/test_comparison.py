@@ -91,6 +91,19 @@ def test_what_makes_speeds_incomparable_is_said(tmp_path):
     ]
 
 
+def test_what_was_not_decoded_has_no_speeds_to_compare(tmp_path):
+    timed = synthetic.results(drafters=(("dflash", "CE"),))
+    predicted = synthetic.results(drafters=(("dflash", "BV"),))
+    timed.provenance["num_processes"], predicted.provenance["num_processes"] = 2, 1
+    timed.settings["num_decoded"], predicted.settings["num_decoded"] = 4, 0
+    tasks = [task.model_copy(update={"num_decoded": 0}) for task in predicted.tasks]
+    undecoded = predicted.model_copy(update={"tasks": tasks})
+    folders = [synthetic.write(tmp_path / "a", timed), synthetic.write(tmp_path / "b", undecoded)]
+    comparison = read_evaluations(folders)
+    assert comparison.differences == []
+    assert [note.split(":")[0] for note in comparison.undecoded] == ["Nothing was decoded in b"]
+
+
 def test_a_run_that_was_stopped_says_how_far_it_came(tmp_path):
     made = synthetic.results(drafters=(("dflash", "CE"), ("dflash", "BV")))
     stopped = {"step": 264, "num_steps": 20_000, "unfinished": True}

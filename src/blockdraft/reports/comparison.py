@@ -62,6 +62,11 @@ class LoadedEvaluation:
         """Give the number of seeds whose means it holds; 0 if it holds what was measured itself."""
         return len(self.results.settings.get("seeds", ()))
 
+    @property
+    def is_decoded(self) -> bool:
+        """Tell whether any prompt was decoded, or lengths were only predicted."""
+        return any(task.decoded_prompts for task in self.results.tasks)
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -382,7 +387,7 @@ class Comparison:
     @cached_property
     def undecoded(self) -> list[str]:
         """Say of which evaluations nothing was decoded, if there are any."""
-        found = [e.name for e in self.evaluations if not any(task.decoded_prompts for task in e.results.tasks)]
+        found = [e.name for e in self.evaluations if not e.is_decoded]
         which = "" if len(found) == len(self.evaluations) else f" in {', '.join(found)}"
         said = f"Nothing was decoded{which}: lengths are predicted from the target's own texts, and none was measured."
         return [f"{said} Neither were speed-ups."] if found else []
@@ -411,7 +416,8 @@ class Comparison:
         for target in self.targets:
             involved = {e.evaluation.name: e.evaluation for e in self.of(target)}.values()
             for what, of in (_COMPARABLE | _TIMED).items():
-                found = {e.name: value for e in involved if (value := of(e)) is not None}
+                told = {e.name: of(e) for e in involved if e.is_decoded or what not in OF_DECODING}
+                found = {name: value for name, value in told.items() if value is not None}
                 if len(set(map(repr, found.values()))) > 1:
                     listed = "; ".join(f"{name}: {value}" for name, value in found.items())
                     so = ", so their speeds cannot be compared" if what in _TIMED else ""
@@ -487,12 +493,13 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return ["/".join(p[-length:]) for p in parts]
 
 
+DECODED = "decoded prompts of each task"
 _COMPARABLE: dict[str, Callable[[LoadedEvaluation], object]] = {
     "tasks": lambda e: {t.name: t.num_prompts for t in e.results.tasks},
     "temperature": lambda e: e.results.settings.get("temperature"),
     "budget": lambda e: e.results.settings.get("max_new_tokens"),
     "seed": lambda e: e.results.settings.get("seeds", e.results.settings.get("seed")),
-    "decoded prompts of each task": lambda e: e.results.settings.get("num_decoded") or "all",
+    DECODED: lambda e: e.results.settings.get("num_decoded") or "all",
     "proposals": lambda e: e.results.settings.get("num_proposals") or "as trained",
 }
 _TIMED: dict[str, Callable[[LoadedEvaluation], object]] = {
@@ -503,6 +510,9 @@ _TIMED: dict[str, Callable[[LoadedEvaluation], object]] = {
     "processes": lambda e: e.results.provenance.get("num_processes"),
 }
 """What speeds depend on. None says, here and above, that an evaluation does not tell."""
+
+OF_DECODING = {DECODED, *_TIMED}
+"""These matter only to evaluations that decoded something; the page says of the others that they did not."""
 
 
 def _machine(provenance: Mapping[str, object]) -> str | None:
