@@ -171,7 +171,7 @@ def test_where_nothing_was_trained_alike_the_difference_is_said(tmp_path):
 
 
 def trained_on(results, *texts):
-    """The same drafters with an identity of texts, and what their recipes say of them."""
+    """Return the same drafters with an identity of texts, and what their recipes say of them."""
     drafters = [
         about.model_copy(update={"data": identity, "recipe": about.recipe | {"data": section, "batch": batch}})
         for about, (identity, section, batch) in zip(results.drafters, texts, strict=True)

@@ -509,7 +509,7 @@ _TIMED: dict[str, Callable[[LoadedEvaluation], object]] = {
     "threads": lambda e: e.results.provenance.get("threads"),
     "processes": lambda e: e.results.provenance.get("num_processes"),
 }
-"""What speeds depend on. None says, here and above, that an evaluation does not tell."""
+"""Speeds depend on these. None says, here and above, that an evaluation does not tell."""
 
 OF_DECODING = {DECODED, *_TIMED}
 """These matter only to evaluations that decoded something; the page says of the others that they did not."""

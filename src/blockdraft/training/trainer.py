@@ -46,7 +46,7 @@ SUMS = ("numerator", "denominator", "num_blocks", *RULES, "stop")
 """What a step adds up over its batches and processes; the last says how many were asked to stop."""
 
 CHECKPOINT_BYTES = 12
-"""What a checkpoint takes on disk for each weight: the weight and two moments, in float32."""
+"""A checkpoint takes so much on disk for each weight: the weight and two moments, in float32."""
 
 STOP_STEPS = 16
 """A step is read at least so often, so that processes which were asked to stop do so soon."""
