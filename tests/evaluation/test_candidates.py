@@ -98,8 +98,10 @@ def test_a_shipped_drafter_is_called_what_its_record_says():
     assert records["pocket-dflash-dpace-bv"].label == "D-PACE, then BV (beta from 0.5)"
     assert records["pocket-dspark-bv"].label == "BV (beta over 100%), then BV (beta from 0.5)"
     assert records["pocket-dspark-ce"].label == "CE"
+    smollm2 = "BV (beta over 100%), then BV w/o annealing (beta 0.5, control variate)"
+    assert records["smollm2-dspark-bv"].label == smollm2
     others = [each for each in records.values() if each.recipe.drafter.initial in ("scratch", "target")]
-    assert len(others) == len(records) - 3
+    assert len(others) == len(records) - 4
     assert [each.label for each in others] == [label_of(each.recipe) for each in others]
     target = load_target("pocket")
     (found,) = load_candidates(["pocket-dflash-dpace-bv"], target)

@@ -14,7 +14,7 @@ import pytest
 from killing import TIMES
 from tiny_study import TINY
 
-TIMED = ("second", "speedup", "speed-up")
+TIMED = ("second", "speedup", "speed-up", "cost")
 """Words in the names of tables and columns that depend on the clock."""
 
 
