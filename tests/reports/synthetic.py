@@ -59,7 +59,7 @@ def results(
     abouts, cells, averages, dynamics = [], [], [], []
     for kind, label in drafters:
         name = f"{prefix}{kind}-{label.split()[0].lower()}{'-plain' if 'w/o' in label else ''}"
-        abouts.append(_about(name, kind, label))
+        abouts.append(_about(name, kind, label, shift))
         for rule in rules:
             for choice in ("paper", "best", "one-hot"):
                 if rule == "greedy" and choice != "paper":
@@ -68,7 +68,7 @@ def results(
                 cells += of
                 averages.append(_average(of))
         if with_dynamics:
-            dynamics.append(_dynamics(name, label))
+            dynamics.append(_dynamics(name, label, shift))
     return Results(
         target=target,
         target_fingerprint=f"{abs(sum(map(ord, target))):016x}",
@@ -127,14 +127,14 @@ def estimate(value: float, spread: float = 0.1) -> Interval:
     return Interval(value=value, low=value - spread, high=value + spread)
 
 
-def _about(name: str, kind: str, label: str) -> DrafterAbout:
+def _about(name: str, kind: str, label: str, shift: float) -> DrafterAbout:
     bv = label.startswith("BV")
     grid = [0.4, 0.6, 0.8, 1.0, 1.2]
     top = 0.6 if bv else 0.8
     points = [
         TemperaturePoint(
             draft_temperature=t,
-            acceptance_length={r: 3.2 + LOSS[label] + RULE[r] - 2 * (t - top) ** 2 for r in ("token", "block")},
+            acceptance_length={r: 3.2 + LOSS[label] + RULE[r] + shift - 2 * (t - top) ** 2 for r in ("token", "block")},
         )
         for t in grid
     ]
@@ -146,7 +146,7 @@ def _about(name: str, kind: str, label: str) -> DrafterAbout:
         learning_curve=[
             HeldOutPoint(
                 step=step, num_blocks=256 * step, accuracy=0.2,
-                draft_length={r: (1 + LOSS[label] + RULE[r]) * step / 176 for r in RULE},
+                draft_length={r: (1 + LOSS[label] + RULE[r] + shift) * step / 176 for r in RULE},
             )
             for step in (0, 88, 176)
         ],
@@ -188,13 +188,13 @@ def _average(cells: list[Cell]) -> Average:
     )  # fmt: skip
 
 
-def _dynamics(name: str, label: str) -> Dynamics:
+def _dynamics(name: str, label: str, shift: float) -> Dynamics:
     points = [
         DynamicsPoint(
             step=30 * epoch,
             epoch=epoch,
-            accuracy=0.3 + (0.05 if label == "CE" else 0.035) * epoch,
-            draft_length=1.0 + (0.4 + LOSS[label] / 3) * epoch**0.5,
+            accuracy=0.3 + 0.1 * shift + (0.05 if label == "CE" else 0.035) * epoch,
+            draft_length=1.0 + (0.4 + LOSS[label] / 3) * epoch**0.5 + shift,
         )
         for epoch in range(1, 7)
     ]

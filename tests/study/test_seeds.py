@@ -86,6 +86,7 @@ def test_drafters_have_mean_curves_and_the_best_temperature_of_these(seeds):
     about = joined.drafters[0]
     assert about.best_draft_temperature == {"block": 0.6}
     assert about.temperatures[0].acceptance_length["block"] == pytest.approx(3 - (0 + 0.4**2) / 2)
+    assert about.temperatures[0].deviation == {"block": pytest.approx(stdev([3.0, 3 - 0.4**2]))}
     assert about.fingerprint is None
     assert about.lengths_by_proposals == {"block": pytest.approx([1.75, 2.5])}
     assert "and 1 more" in about.path
@@ -121,7 +122,10 @@ def test_dynamics_are_means_of_the_checkpoints_that_all_seeds_have(seeds):
     assert [each.drafter for each in joined.dynamics] == [shorter.drafter]
     assert [p.step for p in joined.dynamics[0].points] == [p.step for p in shorter.points]
     first, second = (found.dynamics[0].points[0] for found in (seeds[42], seeds[43]))
-    assert joined.dynamics[0].points[0].accuracy == pytest.approx((first.accuracy + second.accuracy) / 2)
+    point = joined.dynamics[0].points[0]
+    assert point.accuracy == pytest.approx((first.accuracy + second.accuracy) / 2)
+    assert point.accuracy_deviation == pytest.approx(stdev([first.accuracy, second.accuracy]))
+    assert point.draft_length_deviation == pytest.approx(stdev([first.draft_length, second.draft_length]))
 
 
 def test_learning_curves_are_means_of_the_points_that_all_seeds_have(seeds):
@@ -139,6 +143,33 @@ def test_learning_curves_are_means_of_the_points_that_all_seeds_have(seeds):
     assert [point.step for point in curve] == [point.step for point in points[:2]]
     assert [point.draft_length for point in curve] == [{"block": 1.5}, {"block": 2.0}]
     assert [(point.num_blocks, point.accuracy) for point in curve] == [(3, pytest.approx(0.6))] * 2
+    assert [point.deviation for point in curve] == [{"block": pytest.approx(0.5**0.5)}, {"block": 0.0}]
+
+
+def test_figures_of_means_have_bands_of_one_deviation_and_say_so(tmp_path, seeds):
+    write(tmp_path / "one", seeds[42])
+    write(tmp_path / "three", mean_over_seeds(seeds))
+    alone, joined = (
+        {drawn.name: drawn for drawn in figures(read_evaluations([tmp_path / name]))} for name in ("one", "three")
+    )
+    for name in ("temperature-pocket", "learning-pocket", "dynamics-pocket", "figure-4"):
+        assert not any(panel.collections for panel in alone[name].figure.axes)
+        assert "Bands" not in alone[name].caption
+        assert "Bands are one standard deviation over seeds" in joined[name].caption
+        for panel in joined[name].figure.axes:
+            lines = [line for line in panel.lines if len(line.get_xdata()) > 1]
+            for line, band in zip(lines, panel.collections, strict=True):
+                x, y = line.get_data()
+                edges = band.get_paths()[0].vertices
+                assert (edges[:, 0].min(), edges[:, 0].max()) == pytest.approx((min(x), max(x)))
+                assert edges[:, 1].min() <= min(y) < max(y) < edges[:, 1].max()
+    about = mean_over_seeds(seeds).drafters[0]
+    panel = joined["temperature-pocket"].figure.axes[0]
+    first = sorted(about.temperatures, key=lambda point: point.draft_temperature)[0]
+    rule = panel.get_title(loc="left").split(", ")[1].split()[0]
+    below = [y for x, y in panel.collections[0].get_paths()[0].vertices if x == first.draft_temperature]
+    assert min(below) == pytest.approx(first.acceptance_length[rule] - first.deviation[rule])
+    assert max(below) == pytest.approx(first.acceptance_length[rule] + first.deviation[rule])
 
 
 def test_the_report_of_a_study_has_a_row_for_each_objective_and_not_for_each_seed(tmp_path, seeds):

@@ -77,10 +77,14 @@ class TaskAbout(Strict):
 
 
 class TemperaturePoint(Strict):
-    """Holds the acceptance length predicted at one draft temperature, by rule, as the mean over the tasks."""
+    """Holds the acceptance length predicted at one draft temperature, by rule, as the mean over the tasks.
+
+    deviation: standard deviation over seeds; empty for a single one.
+    """
 
     draft_temperature: float
     acceptance_length: dict[str, float]
+    deviation: dict[str, float] = {}
 
 
 def best_temperature(points: Sequence[TemperaturePoint], rule: str) -> float:
@@ -94,12 +98,14 @@ class HeldOutPoint(Strict):
     num_blocks: how many blocks the run had trained on, as far as the steps that were logged tell.
     accuracy: argmax agreement with the stored target tokens.
     draft_length: by rule, the expected accepted draft tokens of a block.
+    deviation: standard deviation of these over seeds; empty for a single one.
     """
 
     step: int
     num_blocks: int
     accuracy: float
     draft_length: dict[Rule, float]
+    deviation: dict[Rule, float] = {}
 
 
 class SpeedSettings(Strict):
@@ -279,12 +285,15 @@ class DynamicsPoint(Strict):
 
     accuracy: argmax agreement with the stored target tokens.
     draft_length: mean accepted draft tokens of one block-verification draw per block.
+    accuracy_deviation, draft_length_deviation: standard deviations over seeds; None for a single one.
     """
 
     step: int
     epoch: float
     accuracy: float
     draft_length: float
+    accuracy_deviation: float | None = None
+    draft_length_deviation: float | None = None
 
 
 class Dynamics(Strict):

@@ -10,7 +10,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from blockdraft.reports.comparison import Comparison, Entry, Spent, ce_and_bv
 from blockdraft.reports.retention import figure_3, retention_figure
-from blockdraft.reports.style import INKS, Drawing, Look, drawing, kinds, legend, panels, plot_line, styles
+from blockdraft.reports.style import BANDS, INKS, Drawing, Look, drawing, kinds, legend, panels, plot_line, styles
 from blockdraft.verification import RULES, Rule
 
 
@@ -131,13 +131,11 @@ def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Draw
     for row, (kind, members) in zip(axes, kinds(entries).items(), strict=True):
         for panel, rule in zip(row, rules, strict=True):
             for entry in members:
-                points = {
-                    p.draft_temperature: p.acceptance_length[rule]
-                    for p in sorted(entry.about.temperatures, key=lambda p: p.draft_temperature)
-                    if rule in p.acceptance_length
-                }
-                style = look(entry)
-                plot_line(panel, list(points), list(points.values()), style)
+                tried_here = sorted(entry.about.temperatures, key=lambda p: p.draft_temperature)
+                measured = [p for p in tried_here if rule in p.acceptance_length]
+                points = {p.draft_temperature: p.acceptance_length[rule] for p in measured}
+                style, deviations = look(entry), [p.deviation.get(rule) for p in measured]
+                plot_line(panel, list(points), list(points.values()), style, deviations)
                 best = entry.about.best_draft_temperature.get(rule)
                 if best in points:
                     panel.plot(best, points[best], "o", ms=11, mfc="none", mec=style.colour, mew=1.4)
@@ -156,7 +154,8 @@ def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Draw
     caption = (
         "Acceptance length predicted from the target's own texts, mean over the tasks. A ring marks the best "
         "temperature tried." + (" Open markers at 0 are argmax drafts." if argmax else "") + comparison.edges(entries)
-    )
+        + (BANDS if any(point.deviation for e in entries for point in e.about.temperatures) else "")
+    )  # fmt: skip
     return Drawing(f"temperature-{comparison.file_name(target)}", title, caption, figure)
 
 
@@ -170,7 +169,8 @@ def learning_figure(comparison: Comparison, target: str, look: Look) -> Drawing 
         for panel, rule in zip(row, RULES, strict=True):
             for entry in members:
                 points = entry.about.learning_curve
-                plot_line(panel, [p.num_blocks for p in points], [p.draft_length[rule] for p in points], look(entry))
+                blocks, lengths = [p.num_blocks for p in points], [p.draft_length[rule] for p in points]
+                plot_line(panel, blocks, lengths, look(entry), [p.deviation.get(rule) for p in points])
             panel.set(title=f"{kind}, {rule} verification")
             panel.xaxis.set_major_locator(MaxNLocator(4))
             panel.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -183,7 +183,8 @@ def learning_figure(comparison: Comparison, target: str, look: Look) -> Drawing 
         "Expected accepted draft tokens of blocks at random positions of held-out texts, against the blocks that a run "
         "had trained on; correction and bonus tokens do not count. A curve ends at the checkpoint that was evaluated. "
         "Held-out blocks are the same for runs with the same data, seed, and numbers of held-out texts and proposals."
-    )
+        + (BANDS if any(point.deviation for e in entries for point in e.about.learning_curve) else "")
+    )  # fmt: skip
     return Drawing(f"learning-{comparison.file_name(target)}", title, caption, figure)
 
 
@@ -234,9 +235,9 @@ def _plot_dynamics(row: Sequence[Axes], entries: Sequence[Entry], look: Look) ->
     """Draw token accuracy on the left and accepted draft length on the right, over the epochs."""
     for entry in entries:
         points = entry.dynamics.points if entry.dynamics else []
-        epochs = [p.epoch for p in points]
-        plot_line(row[0], epochs, [p.accuracy for p in points], look(entry))
-        plot_line(row[1], epochs, [p.draft_length for p in points], look(entry))
+        epochs, style = [p.epoch for p in points], look(entry)
+        plot_line(row[0], epochs, [p.accuracy for p in points], style, [p.accuracy_deviation for p in points])
+        plot_line(row[1], epochs, [p.draft_length for p in points], style, [p.draft_length_deviation for p in points])
     row[0].set_ylabel("argmax agrees with the text")
     row[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     row[1].set_ylabel("draft tokens per block")
@@ -248,10 +249,11 @@ def _dynamics_caption(comparison: Comparison, entries: Sequence[Entry]) -> str:
     """Say what training dynamics were measured on, and what the two panels show."""
     measured = {(e.dynamics.num_texts, e.dynamics.num_blocks) for e in entries if e.dynamics}
     blocks = " or ".join(f"{num_blocks:,} blocks of {num_texts:,}" for num_texts, num_blocks in sorted(measured))
+    points = [point for e in entries if e.dynamics for point in e.dynamics.points]
     return (
         f"Checkpoints on the same {blocks} training texts{comparison.each_seed}. Left: how often the drafter's most "
         "probable token is the text's. Right: drafted tokens kept under block verification; correction and bonus "
-        "tokens do not count."
+        "tokens do not count." + (BANDS if any(p.draft_length_deviation is not None for p in points) else "")
     )
 
 

@@ -205,10 +205,20 @@ def panels(
     return figure, [list(row) for row in grid]
 
 
-def plot_line(panel: Axes, x: Sequence[float], y: Sequence[float], style: Style) -> None:
-    """Draw a drafter's points, joined; many points are smaller ones."""
+BANDS = " Bands are one standard deviation over seeds to either side."
+"""What captions say of `plot_line` with deviations."""
+
+
+def plot_line(
+    panel: Axes, x: Sequence[float], y: Sequence[float], style: Style, deviations: Sequence[float | None] = ()
+) -> None:
+    """Draw a drafter's points, joined; many points are smaller ones. Deviations are a band, if every point has one."""
     size = 4.5 if len(x) <= 10 else 3.2
     panel.plot(x, y, style.dash, color=style.colour, marker=style.marker, markersize=size)
+    spreads = [each for each in deviations if each is not None]
+    if spreads and len(spreads) == len(x):
+        low, high = ([value + sign * each for value, each in zip(y, spreads, strict=True)] for sign in (-1, 1))
+        panel.fill_between(x, low, high, color=style.colour, alpha=0.18, linewidth=0)
 
 
 def legend(figure: Figure, entries: Sequence[Entry], look: Look, *, lines: bool = True) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from blockdraft.evaluation.metrics import conditional
 from blockdraft.evaluation.results import (
@@ -26,6 +26,7 @@ from blockdraft.evaluation.results import (
     best_temperature,
 )
 from blockdraft.reports.comparison import Spent
+from blockdraft.verification import Rule
 
 T_975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5% quantiles of Student's t distribution for 0 to 10 degrees of freedom."""
@@ -135,15 +136,23 @@ def _means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [fmean(each) for each in zip(*rows, strict=True)]
 
 
+def _by_rule(seeds: Sequence[TemperaturePoint] | Sequence[HeldOutPoint], name: str) -> dict[str, Any]:
+    """Return the means of a point's lengths by rule, and their standard deviations."""
+    first: dict[Rule, float] = getattr(seeds[0], name)
+    spreads = {rule: Spread(tuple(getattr(point, name)[rule] for point in seeds)) for rule in first}
+    return {
+        name: {rule: each.mean for rule, each in spreads.items()},
+        "deviation": {rule: each.deviation for rule, each in spreads.items()},
+    }
+
+
 def _drafter(seeds: Sequence[DrafterAbout]) -> DrafterAbout:
     """Describe a drafter by its first seed, with predicted lengths that are means; its weights are no single ones."""
     first = seeds[0]
     points = [
         TemperaturePoint(
             draft_temperature=same[0].draft_temperature,
-            acceptance_length={
-                rule: fmean(point.acceptance_length[rule] for point in same) for rule in same[0].acceptance_length
-            },
+            **_by_rule(same, "acceptance_length"),
         )
         for same in _aligned([each.temperatures for each in seeds], lambda point: point.draft_temperature)
     ]
@@ -159,7 +168,7 @@ def _drafter(seeds: Sequence[DrafterAbout]) -> DrafterAbout:
             step=same[0].step,
             num_blocks=round(fmean(point.num_blocks for point in same)),
             accuracy=fmean(point.accuracy for point in same),
-            draft_length={rule: fmean(point.draft_length[rule] for point in same) for rule in same[0].draft_length},
+            **_by_rule(same, "draft_length"),
         )
         for same in _aligned([each.learning_curve for each in seeds], lambda point: point.step)
     ]
@@ -223,13 +232,17 @@ def _lengths(seeds: Sequence[Cell] | Sequence[Average]) -> dict[str, object]:
 
 
 def _dynamics(seeds: Sequence[Dynamics]) -> Dynamics:
-    points = [
-        DynamicsPoint(
-            step=same[0].step,
-            epoch=fmean(point.epoch for point in same),
-            accuracy=fmean(point.accuracy for point in same),
-            draft_length=fmean(point.draft_length for point in same),
+    points = []
+    for same in _aligned([each.points for each in seeds], lambda point: point.step):
+        accuracy, length = (Spread(tuple(getattr(each, x) for each in same)) for x in ("accuracy", "draft_length"))
+        points.append(
+            DynamicsPoint(
+                step=same[0].step,
+                epoch=fmean(point.epoch for point in same),
+                accuracy=accuracy.mean,
+                accuracy_deviation=accuracy.deviation,
+                draft_length=length.mean,
+                draft_length_deviation=length.deviation,
+            )
         )
-        for same in _aligned([each.points for each in seeds], lambda point: point.step)
-    ]
     return seeds[0].model_copy(update={"points": points})
