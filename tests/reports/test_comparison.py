@@ -6,6 +6,7 @@ import pytest
 
 from blockdraft.evaluation import EvaluationError
 from blockdraft.reports import read_evaluations
+from blockdraft.reports.notes import differences, undecoded
 
 import synthetic
 
@@ -18,7 +19,7 @@ def test_order_is_the_papers(tmp_path):
         "DFlash CE", "DFlash BV w/o annealing", "DFlash BV", "DSpark CE", "DSpark BV",
     ]  # fmt: skip
     assert [task.title for task in found.tasks("pocket")] == ["Sums", "Functions", "Talk & 100% chat"]
-    assert not found.differences
+    assert not differences(found)
 
 
 def test_the_same_drafter_from_two_folders_is_told_apart(tmp_path):
@@ -61,7 +62,7 @@ def test_different_settings_are_said(tmp_path):
     second = synthetic.results(drafters=(("dflash", "BV"),))
     second.settings["max_new_tokens"] = 32
     folders = [synthetic.write(tmp_path / "a", first), synthetic.write(tmp_path / "b", second)]
-    assert read_evaluations(folders).differences == ["Evaluations of pocket differ in budget (a: 128; b: 32)."]
+    assert differences(read_evaluations(folders)) == ["Evaluations of pocket differ in budget (a: 128; b: 32)."]
 
 
 def test_what_makes_speeds_incomparable_is_said(tmp_path):
@@ -71,7 +72,7 @@ def test_what_makes_speeds_incomparable_is_said(tmp_path):
             made = synthetic.results(drafters=(("dflash", "CE" if name == "a" else "BV"),))
             update = {"settings": made.settings | settings, "provenance": made.provenance | provenance}
             folders.append(synthetic.write(tmp_path / name, made.model_copy(update=update)))
-        return read_evaluations(folders).differences
+        return differences(read_evaluations(folders))
 
     here = {"machine": "x86_64", "num_cpus": 2, "threads": 2, "num_processes": 1, "gpu": None}
     usual = {"dtype": "float32", "device": "cpu", "num_decoded": None, "num_proposals": None}
@@ -100,8 +101,8 @@ def test_what_was_not_decoded_has_no_speeds_to_compare(tmp_path):
     undecoded = predicted.model_copy(update={"tasks": tasks})
     folders = [synthetic.write(tmp_path / "a", timed), synthetic.write(tmp_path / "b", undecoded)]
     comparison = read_evaluations(folders)
-    assert comparison.differences == []
-    assert [note.split(":")[0] for note in comparison.undecoded] == ["Nothing was decoded in b"]
+    assert differences(comparison) == []
+    assert [note.split(":")[0] for note in undecoded(comparison)] == ["Nothing was decoded in b"]
 
 
 def test_a_run_that_was_stopped_says_how_far_it_came(tmp_path):

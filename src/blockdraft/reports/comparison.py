@@ -384,46 +384,6 @@ class Comparison:
             found["Autoregressive" + (f" ({', '.join(notes)})" if notes else "")] = entry.baseline_spent(rule)
         return found
 
-    @cached_property
-    def undecoded(self) -> list[str]:
-        """Say of which evaluations nothing was decoded, if there are any."""
-        found = [e.name for e in self.evaluations if not e.is_decoded]
-        which = "" if len(found) == len(self.evaluations) else f" in {', '.join(found)}"
-        said = f"Nothing was decoded{which}: lengths are predicted from the target's own texts, and none was measured."
-        return [f"{said} Neither were speed-ups."] if found else []
-
-    @cached_property
-    def speeds(self) -> list[str]:
-        """Say of which evaluations not all drafters were decoded with the same speed settings, if there are any."""
-        notes = []
-        for evaluation in self.evaluations:
-            found: dict[str, list[str]] = {}
-            for entry in (e for e in self.entries if e.evaluation is evaluation):
-                settings = " and ".join(map(str, entry.about.speed_settings)) or "settings that are not recorded"
-                found.setdefault(settings, []).append(entry.title)
-            if len(found) > 1:
-                listed = "; ".join(f"{', '.join(titles)} by {settings}" for settings, titles in found.items())
-                notes.append(
-                    f"Drafters of {evaluation.name} were timed in several ways ({listed}). Each speed-up is over "
-                    "autoregressive decoding in the same way."
-                )
-        return notes
-
-    @cached_property
-    def differences(self) -> list[str]:
-        """Say what a reader must know before comparing rows of different evaluations of one target."""
-        notes = []
-        for target in self.targets:
-            involved = {e.evaluation.name: e.evaluation for e in self.of(target)}.values()
-            for what, of in (_COMPARABLE | _TIMED).items():
-                told = {e.name: of(e) for e in involved if e.is_decoded or what not in OF_DECODING}
-                found = {name: value for name, value in told.items() if value is not None}
-                if len(set(map(repr, found.values()))) > 1:
-                    listed = "; ".join(f"{name}: {value}" for name, value in found.items())
-                    so = ", so their speeds cannot be compared" if what in _TIMED else ""
-                    notes.append(f"Evaluations of {target} differ in {what} ({listed}){so}.")
-        return notes
-
     def _target_titles(self) -> dict[tuple[str, str], str]:
         """Title targets by fingerprint and name: the name, and more where two targets would share it."""
         keys = list(dict.fromkeys((e.results.target_fingerprint, e.results.target) for e in self.evaluations))
@@ -491,31 +451,3 @@ def _names(paths: Sequence[Path]) -> list[str]:
     while len({p[-length:] for p in parts}) < len(parts):
         length += 1
     return ["/".join(p[-length:]) for p in parts]
-
-
-DECODED = "decoded prompts of each task"
-_COMPARABLE: dict[str, Callable[[LoadedEvaluation], object]] = {
-    "tasks": lambda e: {t.name: t.num_prompts for t in e.results.tasks},
-    "temperature": lambda e: e.results.settings.get("temperature"),
-    "budget": lambda e: e.results.settings.get("max_new_tokens"),
-    "seed": lambda e: e.results.settings.get("seeds", e.results.settings.get("seed")),
-    DECODED: lambda e: e.results.settings.get("num_decoded") or "all",
-    "proposals": lambda e: e.results.settings.get("num_proposals") or "as trained",
-}
-_TIMED: dict[str, Callable[[LoadedEvaluation], object]] = {
-    "dtype": lambda e: e.results.settings.get("dtype"),
-    "device": lambda e: e.results.provenance.get("gpu") or e.results.settings.get("device"),
-    "machine": lambda e: _machine(e.results.provenance),
-    "threads": lambda e: e.results.provenance.get("threads"),
-    "processes": lambda e: e.results.provenance.get("num_processes"),
-}
-"""Speeds depend on these. None says, here and above, that an evaluation does not tell."""
-
-OF_DECODING = {DECODED, *_TIMED}
-"""These matter only to evaluations that decoded something; the page says of the others that they did not."""
-
-
-def _machine(provenance: Mapping[str, object]) -> str | None:
-    """Say what kind of machine measured, as far as an evaluation tells."""
-    known = (provenance.get("machine"), provenance.get("num_cpus"))
-    return None if None in known else "{}, {} CPUs".format(*known)

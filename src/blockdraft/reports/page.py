@@ -26,6 +26,7 @@ from blockdraft.evaluation.results import (
 from blockdraft.files import atomic_write
 from blockdraft.reports.comparison import GROUPS, TOO_FEW, Comparison, Entry, Gain, LoadedEvaluation, read_evaluations
 from blockdraft.reports.figures import figures, missing_dynamics
+from blockdraft.reports.notes import notes
 from blockdraft.reports.paper_tables import tables
 from blockdraft.reports.style import Drawing, Look, css, styles
 from blockdraft.reports.table import Column, Table, TableRow, plain
@@ -166,12 +167,7 @@ def page(
             targets=", ".join(comparison.targets),
             variables=css(),
             headlines=headlines(comparison),
-            notes=[
-                *filter(None, [comparison.over_seeds]),
-                *comparison.undecoded,
-                *comparison.speeds,
-                *comparison.differences,
-            ],
+            notes=notes(comparison),
             tables=tables,
             study=study,
             drawings=drawings,
