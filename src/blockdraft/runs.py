@@ -109,7 +109,7 @@ class RunInfo(BaseModel):
         ours, theirs = (each.recipe.resolved().model_dump(mode="json") for each in (self, other))
         for recipe in (ours, theirs):
             del recipe["runtime"], recipe["logging"], recipe["batch"]["gradient_accumulation_steps"]
-            for place in ("path", "cache"):  # the same texts in another folder are the same texts
+            for place in ("path", "cache", "cache_gib"):  # where texts and features lie, and how large they may be
                 del recipe["data"][place]
         found = [f"recipe.{key}" for key in ours if ours[key] != theirs.get(key)]
         return found + [key for key in ("target", "data") if getattr(self, key) != getattr(other, key)]

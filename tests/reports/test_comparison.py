@@ -98,8 +98,8 @@ def test_what_was_not_decoded_has_no_speeds_to_compare(tmp_path):
     timed.provenance["num_processes"], predicted.provenance["num_processes"] = 2, 1
     timed.settings["num_decoded"], predicted.settings["num_decoded"] = 4, 0
     tasks = [task.model_copy(update={"num_decoded": 0}) for task in predicted.tasks]
-    undecoded = predicted.model_copy(update={"tasks": tasks})
-    folders = [synthetic.write(tmp_path / "a", timed), synthetic.write(tmp_path / "b", undecoded)]
+    silent = predicted.model_copy(update={"tasks": tasks})
+    folders = [synthetic.write(tmp_path / "a", timed), synthetic.write(tmp_path / "b", silent)]
     comparison = read_evaluations(folders)
     assert differences(comparison) == []
     assert [note.split(":")[0] for note in undecoded(comparison)] == ["Nothing was decoded in b"]

@@ -330,6 +330,7 @@ def test_what_a_run_began_with_cannot_change_but_how_it_runs_can(tmp_path, data)
         "optimizer.max_steps=2",
         "batch.gradient_accumulation_steps=2",
         "logging.logging_steps=5",
+        "data.cache_gib=1",
     )
 
 
