@@ -202,7 +202,7 @@ def test_learning_curves_are_drawn_by_rule_over_the_blocks_trained_on(evaluation
     for panel, rule in zip(drawing.figure.axes[:3], ("greedy", "token", "block"), strict=True):
         for line, entry in zip(panel.lines, entries, strict=True):
             assert list(line.get_xdata()) == [0, 256 * 88, 256 * 176]
-            assert list(line.get_ydata()) == [point.draft_length[rule] for point in entry.about.learning_curve]
+            assert list(line.get_ydata()) == [point.draft_length[rule] + 1 for point in entry.about.learning_curve]
     made = synthetic.results()
     alone = [about.model_copy(update={"learning_curve": about.learning_curve[:1]}) for about in made.drafters]
     folder = synthetic.write(tmp_path, made.model_copy(update={"drafters": alone}))

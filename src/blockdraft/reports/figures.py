@@ -160,7 +160,7 @@ def temperatures_figure(comparison: Comparison, target: str, look: Look) -> Draw
 
 
 def learning_figure(comparison: Comparison, target: str, look: Look) -> Drawing | None:
-    """Draw the accepted draft tokens on held-out texts against the blocks that a run had trained on, by rule."""
+    """Draw the tokens per call expected on held-out texts against the blocks that a run had trained on, by rule."""
     entries = [e for e in comparison.of(target) if len(e.about.learning_curve) > 1]
     if not entries:
         return None
@@ -169,19 +169,19 @@ def learning_figure(comparison: Comparison, target: str, look: Look) -> Drawing 
         for panel, rule in zip(row, RULES, strict=True):
             for entry in members:
                 points = entry.about.learning_curve
-                blocks, lengths = [p.num_blocks for p in points], [p.draft_length[rule] for p in points]
+                blocks, lengths = [p.num_blocks for p in points], [p.draft_length[rule] + 1 for p in points]
                 plot_line(panel, blocks, lengths, look(entry), [p.deviation.get(rule) for p in points])
             panel.set(title=f"{kind}, {rule} verification")
             panel.xaxis.set_major_locator(MaxNLocator(4))
             panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-        row[0].set_ylabel("draft tokens per block")
+        row[0].set_ylabel("tokens per call")
     for panel in axes[-1]:
         panel.set_xlabel("blocks trained on")
     legend(figure, entries, look)
     title = f"Learning curves, {target}"
     caption = (
-        "Expected accepted draft tokens of blocks at random positions of held-out texts, against the blocks that a run "
-        "had trained on; correction and bonus tokens do not count. A curve ends at the checkpoint that was evaluated. "
+        "Expected tokens per verification call at random positions of held-out texts: the accepted ones of a block and "
+        "the one that the target adds. A curve ends at the checkpoint that was evaluated. "
         "Held-out blocks are the same for runs with the same data, seed, and numbers of held-out texts and proposals."
         + (BANDS if any(point.deviation for e in entries for point in e.about.learning_curve) else "")
     )  # fmt: skip
