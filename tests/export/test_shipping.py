@@ -264,7 +264,7 @@ def test_paths_of_the_machine_lose_all_but_their_last_part():
     [
         [],
         ["optimizer.name=muon", "optimizer.betas=[0.8, 0.99]", "drafter.num_layers=2", "data.path=/somewhere/data"],
-        ["annealing=null", "objective.options.beta=0.5"],
+        ["annealing=null", "objective.options.beta=0.5", "runtime.precision=bfloat16", "runtime.threads=3"],
         ["drafter.initial=/elsewhere/best", "objective.options.summand_floor=0.5"],
     ],
 )
@@ -275,6 +275,8 @@ def test_the_training_command_gives_the_recipe(changes):
     again = load_recipe(words[2], words[3:-2]).resolved()
     for section in set(Recipe.model_fields) - {"runtime", "logging"}:
         assert getattr(again, section) == getattr(recipe, section), section
+    assert again.runtime == recipe.runtime
+    assert "threads" not in " ".join(words)
     assert "where" not in " ".join(words)
 
 

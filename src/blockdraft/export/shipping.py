@@ -46,7 +46,7 @@ from blockdraft.recipes.schema import KNOWN_INITIAL
 from blockdraft.runs import Run
 
 MACHINE = ("runtime", "logging")
-"""Sections of a recipe that say where and how a run computed, which decides nothing."""
+"""Sections of a recipe that say where and how a run computed; of them only the precision decides the weights."""
 
 
 def ship(
@@ -118,7 +118,7 @@ def rounded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def public_recipe(recipe: Recipe) -> Recipe:
-    """Return a recipe that says nothing of the machine it ran on.
+    """Return a recipe that says nothing of the machine it ran on but the precision, which decides the figures.
 
     Paths below the working folder stay; of all others only the last part does.
     """
@@ -131,6 +131,7 @@ def public_recipe(recipe: Recipe) -> Recipe:
     values["target"]["name"] = public_name(values["target"]["name"])
     for section in MACHINE:
         values[section] = Recipe().model_dump(mode="json")[section]
+    values["runtime"]["precision"] = recipe.runtime.precision
     return Recipe.model_validate(values)
 
 
@@ -150,7 +151,7 @@ def training_command(recipe: Recipe, name: str) -> str:
     changes = [
         f"{key}={json.dumps(value) if isinstance(value, list | dict) else yaml_scalar(value)}"
         for key, value in ours.items()
-        if (key not in theirs or theirs[key] != value) and not key.startswith(MACHINE)
+        if (key not in theirs or theirs[key] != value) and (key == "runtime.precision" or not key.startswith(MACHINE))
     ]
     return shlex.join(["blockdraft", "train", nearest, *changes, "--out", f"runs/{name}"])
 
@@ -271,8 +272,9 @@ def _versions(provenance: Provenance) -> str:
 
 
 def _deciding(recipe: Recipe) -> dict[str, Any]:
-    """Return the sections of a recipe that decide the weights."""
-    return recipe.model_dump(mode="json", exclude=set(MACHINE))
+    """Return the sections of a recipe that decide the weights, and the precision if one was asked for."""
+    values = recipe.model_dump(mode="json", exclude=set(MACHINE))
+    return values if recipe.runtime.precision is None else values | {"runtime": {"precision": recipe.runtime.precision}}
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
